@@ -1,0 +1,59 @@
+# Two commands for newcomers: `make demo` and `make test`. Both set up what they need.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix bench lint types contracts unit e2e deep clean
+
+help: ## Show this list.
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvlb needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || \
+		{ echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' --group dev
+	@touch $@
+
+demo: $(READY) ## Simulated 2P2D fleet, real OpenAI client traffic, a table of what went where and why.
+	$(BIN)/kvlb demo
+
+test: check e2e ## Everything that CI runs: lint, types, import contracts, tests, real processes.
+
+check: lint types contracts unit ## The quick half of `test`.
+
+fix: $(READY) ## Format, and fix what the linter can fix.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell
+
+types: $(READY)
+	$(BIN)/mypy
+
+contracts: $(READY)
+	$(BIN)/lint-imports
+
+unit: $(READY)
+	$(BIN)/coverage run -m pytest -m "not e2e and not engine"
+	$(BIN)/coverage report --include='balancer/core/*,balancer/connectors/*,indexer/core/*,simulator/core/*' --fail-under=100
+	$(BIN)/coverage report --fail-under=90 --skip-covered
+
+e2e: $(READY) ## Tests that start real processes.
+	$(BIN)/python -m pytest -m e2e
+
+deep: $(READY) ## Property tests with many more examples. By hand, before a release.
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "not e2e and not engine" --timeout=3600
+
+bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RESULTS.md.
+	$(BIN)/python -m benchmarks
+
+clean: ## Remove the virtual environment and every cache.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist build

@@ -1,0 +1,1 @@
+"""Pure decisions of the read path: no I/O, no clock, no randomness of its own."""

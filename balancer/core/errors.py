@@ -1,0 +1,165 @@
+"""Every deliberate failure of the read path, with its HTTP status and whether a retry is safe.
+
+BalancerError
+├── RequestError          the client's fault; never retried, always 4xx
+│   ├── BadRequestError 400   UnauthorizedError 401   ModelNotFoundError 404
+│   └── PathNotFoundError 404   MethodNotAllowedError 405   BodyTooLargeError 413
+├── FleetError            nobody can serve it now
+│   ├── NoInstanceError 503       no enabled, healthy instance of the model and role
+│   └── OverloadedError 503       all of them are full; carries Retry-After
+├── EngineError           an engine failed us
+│   ├── EngineUnreachableError 502   before the engine could see the request: retry is safe
+│   ├── EngineClosedError 502        closed before the first byte of its answer: retry is safe
+│   ├── EngineTimeoutError 504       connect, first-byte or idle limit passed
+│   ├── EngineProtocolError 502      its bytes were not HTTP
+│   ├── EngineRefusedError (status of the engine)   it answered 4xx/5xx before any byte went out
+│   └── StreamCutError 502           it died after the first byte: never retried
+├── PrefillFailedError 503  no prefill leg succeeded and local prefill isn't allowed
+└── ClientGoneError 499     the client went away; nothing is answered
+"""
+
+
+class BalancerError(Exception):
+    """Base of all deliberate errors. Anything else that escapes is a bug.
+
+    `message` is shown to the client, so it never holds prompts, keys or engine addresses.
+    """
+
+    status = 500
+    retryable = False
+    type = "InternalServerError"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(BalancerError):
+    """The client has to change its request."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class BadRequestError(RequestError):
+    """Malformed JSON, a wrong type, a missing field."""
+
+
+class UnauthorizedError(RequestError):
+    """No key, or a wrong one."""
+
+    status = 401
+    type = "AuthenticationError"
+    code = "invalid_api_key"
+
+
+class ModelNotFoundError(RequestError):
+    """No instance has ever served a model of this name."""
+
+    status = 404
+    type = "NotFoundError"
+    code = "model_not_found"
+
+
+class PathNotFoundError(RequestError):
+    """No engine serves this path."""
+
+    status = 404
+    type = "NotFoundError"
+    code = "path_not_found"
+
+
+class MethodNotAllowedError(RequestError):
+    """The path exists, the method doesn't."""
+
+    status = 405
+    type = "MethodNotAllowedError"
+
+
+class BodyTooLargeError(RequestError):
+    """The body is over the configured limit."""
+
+    status = 413
+    type = "RequestEntityTooLargeError"
+    code = "body_too_large"
+
+
+class FleetError(BalancerError):
+    """Nobody can serve the request at this moment."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class NoInstanceError(FleetError):
+    """No enabled, healthy instance serves this model in this role."""
+
+    code = "no_instance"
+
+
+class OverloadedError(FleetError):
+    """Every instance is full."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(BalancerError):
+    """An engine failed."""
+
+    status = 502
+    type = "BadGatewayError"
+
+
+class EngineUnreachableError(EngineError):
+    """The connection failed before the engine could see the request."""
+
+    retryable = True
+    code = "engine_unreachable"
+
+
+class EngineClosedError(EngineError):
+    """The engine closed or reset the connection before the first byte of its answer."""
+
+    retryable = True
+    code = "engine_closed"
+
+
+class EngineTimeoutError(EngineError):
+    """A connect, first-byte or idle limit passed."""
+
+    status = 504
+    type = "GatewayTimeoutError"
+    code = "engine_timeout"
+
+
+class EngineProtocolError(EngineError):
+    """The engine's bytes were not HTTP."""
+
+    code = "engine_protocol"
+
+
+class StreamCutError(EngineError):
+    """The engine died in the middle of its answer. The client has bytes already: no retry."""
+
+    code = "stream_cut"
+
+
+class PrefillFailedError(BalancerError):
+    """No prefill leg succeeded, and prefill on the decode instance isn't allowed."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    code = "prefill_failed"
+
+
+class ClientGoneError(BalancerError):
+    """The client went away. Nothing is answered any more."""
+
+    status = 499
+    type = "ClientClosedRequest"

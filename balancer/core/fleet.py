@@ -1,0 +1,77 @@
+"""The fleet as a snapshot: what routing may know of instances at one moment.
+
+Rules:
+
+1. A snapshot is never changed, only replaced whole; a request keeps the one it started with.
+2. Healthy (seen by probes and legs), enabled (wished by the operator) and draining are
+   different things; `is_available` is the only place that joins them.
+3. Everything is keyed by base model; adapters and aliases map to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from indexer.core.model_cards import ServedModels
+from indexer.core.types import InstanceId, RankId
+
+
+class Role(StrEnum):
+    """What an instance may be asked to do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+    @property
+    def answers_clients(self) -> bool:
+        """Decode and mixed instances produce the answer; prefill instances only fill caches."""
+        return self is not Role.PREFILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One engine address at one moment."""
+
+    id: InstanceId
+    alias: str
+    """Short name shown to clients and in metric labels; never an address."""
+    role: Role = Role.MIXED
+    models: ServedModels | None = None
+    """None until `/v1/models` was read once."""
+    ranks: tuple[int, ...] = (0,)
+    """Global data-parallel ranks behind this address."""
+    rank_base: int = 0
+    """Global number of the first rank: `X-data-parallel-rank` wants `rank - rank_base`."""
+    connector: str = "none"
+    """Name of the PD connector, a key of the connectors given to the router."""
+    healthy: bool = False
+    enabled: bool = True
+    draining: bool = False
+    unhealthy_reason: str | None = None
+
+    @property
+    def is_available(self) -> bool:
+        """May get new requests."""
+        return self.healthy and self.enabled and not self.draining and self.models is not None
+
+    def rank_ids(self) -> Iterator[RankId]:
+        return (RankId(self.id, rank) for rank in self.ranks)
+
+    def rank_header(self, rank: int) -> str | None:
+        """Value of `X-data-parallel-rank` that pins `rank`; None where there is only one."""
+        return str(rank - self.rank_base) if len(self.ranks) > 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All known instances, available or not."""
+
+    instances: tuple[Instance, ...] = ()
+
+    def by_id(self, instance: InstanceId) -> Instance | None:
+        return next((each for each in self.instances if each.id == instance), None)
+
+    def serving(self, model: str) -> Sequence[Instance]:
+        """Instances that list `model` under any name, available or not."""
+        return [each for each in self.instances if each.models and each.models.serves(model)]

@@ -1,0 +1,84 @@
+"""Load and predictions behind one port: what is in flight on each rank, and what it will hold.
+
+Rules:
+
+1. What is counted up is counted down by the same guard, however the leg ends.
+2. Blocks of a routed prompt count as held by its rank until their time is over or the leg
+   fails, so that siblings and the next turn find them before events tell.
+3. Nothing here waits or reads a clock: process-local now, shared between balancers later.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from indexer.core.types import BlockKey, RankId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """One rank's load as this balancer knows it."""
+
+    requests: int = 0
+    """Legs in flight."""
+    queued_tokens: int = 0
+    """Uncached prompt tokens of legs without a first token."""
+    decoding: int = 0
+    """Legs past their first token."""
+    oldest_queued_s: float | None = None
+    """When the oldest leg without a first token was sent."""
+    arrivals_per_s: float = 0.0
+    work_share: float = 0.0
+    """Prefill seconds sent per second, lately (rho)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegWork:
+    """What a leg will cost its rank, booked when it is decided."""
+
+    rank: RankId
+    kind: str
+    """`prefill`, `decode` (after a transfer) or `whole` (prefill and decode on one rank)."""
+    prompt_tokens: int
+    uncached_tokens: int
+    work_s: float
+    """Expected prefill seconds."""
+    keys: Sequence[BlockKey] = ()
+    """Block keys the rank will hold once the prompt is computed."""
+
+
+class LegGuard(Protocol):
+    """Counts a leg until the `with` block ends."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End of the leg; an exception withdraws its predicted blocks."""
+        ...
+
+    def first_token(self) -> None:
+        """The prompt is computed: from now on the leg decodes. Later calls change nothing."""
+        ...
+
+
+class LoadLedger(Protocol):
+    """Every implementation passes tests/conformance/test_load_ledger.py."""
+
+    def load(self, rank: RankId) -> RankLoad: ...
+
+    def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
+        """How many blocks from `start` on, without a gap, are predicted on `rank`."""
+        ...
+
+    def hold(self, work: LegWork) -> LegGuard:
+        """Book `work` at once; use as a context manager that lives as long as the leg."""
+        ...
+
+    def forget(self, rank: RankId) -> None:
+        """The rank restarted or left: its predictions are void. Legs in flight stay counted."""
+        ...

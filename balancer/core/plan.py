@@ -1,0 +1,66 @@
+"""What a decision is made of: candidates in, a plan with its reason out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from balancer.core.fleet import Instance
+from indexer.core.types import RankId, Trust
+
+
+class Reason(StrEnum):
+    """Why the prefill leg is run or not. A header value and a metric label."""
+
+    AGGREGATED = "aggregated"
+    """The chosen instance is mixed: it prefills and decodes itself."""
+    REMOTE_PREFILL = "remote_prefill"
+    DECODE_HAS_CACHE = "decode_has_cache"
+    """Skipped: what the decode instance lacks is at most the local limit, and it holds some."""
+    SHORT_PROMPT = "short_prompt"
+    """Skipped: the whole prompt is at most the local limit."""
+    NO_PREFILL_INSTANCE = "no_prefill_instance"
+    NOT_SPLITTABLE = "not_splittable"
+    """The request can't be split over two legs (prompt_logprobs, several prompts, ...)."""
+    PREFILL_FAILED = "prefill_failed"
+    """Prefill legs failed; the decode instance does it all, since the operator allows it."""
+    UNSCORABLE = "unscorable"
+    """Tokens are unknown: routed by load alone."""
+    FORCED_LOCAL = "forced_local"
+    FORCED_REMOTE = "forced_remote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One rank that could take a leg, with everything the cost reads."""
+
+    rank: RankId
+    instance: Instance
+    overlap_tokens: int = 0
+    """Leading prompt tokens held by events, at most n - 1."""
+    predicted_tokens: int = 0
+    """Leading prompt tokens held or on their way (blocks of prompts already routed there)."""
+    trust: Trust = Trust.LOAD_ONLY
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A candidate with its cost, as chosen or as passed over."""
+
+    candidate: Candidate
+    cost_s: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Each term of the cost in seconds, for explain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutePlan:
+    """Which rank answers, which one (if any) prefills first, and why."""
+
+    decode: Choice
+    prefill: Choice | None = None
+    reason: Reason
+    prompt_tokens: int | None = None
+    considered: tuple[Choice, ...] = ()
+    """Every decode candidate, cheapest first."""
+    considered_prefill: tuple[Choice, ...] = ()

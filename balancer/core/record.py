@@ -1,0 +1,70 @@
+"""`RequestRecord`: what was predicted, chosen and delivered for one request.
+
+Written by the data plane from arrival to last byte, read by metrics, audit, trust and the
+decision log. Times are seconds of the process's monotonic clock.
+"""
+
+from dataclasses import dataclass, field
+
+from balancer.core.plan import RoutePlan
+
+
+@dataclass(slots=True, kw_only=True)
+class LegRecord:
+    """One attempt at one leg."""
+
+    kind: str
+    """`prefill` or `decode`."""
+    alias: str
+    overlap_tokens: int | None
+    """Predicted at routing time; None if the prompt could not be scored."""
+    started_s: float
+    first_byte_s: float | None = None
+    ended_s: float | None = None
+    status: int | None = None
+    error: str | None = None
+    """Code of the error that ended it."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """As the engine reported it; None: unknown, which is not 0."""
+    completion_tokens: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One client request. `cached_tokens` is None if no engine reported it."""
+
+    request_id: str
+    path: str
+    arrived_s: float
+    model: str = ""
+    base_model: str | None = None
+    stream: bool = False
+    prompt_tokens: int | None = None
+    prompt_source: str = "none"
+    unscorable: str | None = None
+    available_tokens: int | None = None
+    """Largest overlap that any candidate had."""
+    chosen_tokens: int | None = None
+    """Overlap of the rank that prefilled (the prefill leg's, or the decode leg's if skipped)."""
+    plan: RoutePlan | None = None
+    legs: list[LegRecord] = field(default_factory=list)
+    status: int | None = None
+    error: str | None = None
+    first_byte_s: float | None = None
+    ended_s: float | None = None
+
+    @property
+    def prefill_leg(self) -> LegRecord | None:
+        """The prefill leg that succeeded, if one ran."""
+        done = [leg for leg in self.legs if leg.kind == "prefill" and leg.error is None]
+        return done[-1] if done else None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """What the cache really saved: the prefill leg's figure, else the decode leg's.
+
+        With a transfer the decode engine counts what it was sent as cached (field report F35).
+        """
+        leg = self.prefill_leg or (self.legs[-1] if self.legs else None)
+        return leg.cached_tokens if leg else None

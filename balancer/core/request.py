@@ -1,0 +1,59 @@
+"""One client request, understood: what routing, rewriting and accounting need of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from indexer.core.index import Prompt
+
+
+class Endpoint(StrEnum):
+    """Paths that generate text: routed by cache, split over two legs."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A chat or completions request after parsing and model lookup, before tokens are known."""
+
+    request_id: str
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+    """The decoded JSON object. Never mutated: every leg is written from a copy."""
+    raw_body: bytes
+    """The client's bytes, forwarded as they are where nothing has to change."""
+    headers: tuple[tuple[bytes, bytes], ...]
+    """End-to-end headers of the client, names in lower case."""
+    model: str
+    """The name the client used: an adapter, an alias or the base model."""
+    base_model: str
+    lora: str | None
+    """The adapter's name if `model` is one."""
+
+    @property
+    def stream(self) -> bool:
+        return self.body.get("stream") is True
+
+    @property
+    def cache_salt(self) -> str | None:
+        salt = self.body.get("cache_salt")
+        return salt if isinstance(salt, str) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptView:
+    """What the tokens stage found out. Cache knowledge is advice: it may be nothing at all."""
+
+    prompts: tuple[Prompt, ...] = ()
+    """One per prompt of the request; empty if it can't be scored."""
+    source: str = "none"
+    """`ids`, `local`, `engine`, `cache` or `none`: where the tokens came from; a metric label."""
+    unscorable: str | None = None
+    """Why there are no tokens: `timeout`, `multimodal`, `no_tokenizer`, ...; a metric label."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return sum(prompt.tokens for prompt in self.prompts) if self.prompts else None

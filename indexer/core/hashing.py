@@ -1,0 +1,80 @@
+"""Block keys: our own chained hash, equal on every engine that holds the same tokens.
+
+Rules:
+
+1. Root = hash(base model, LoRA, cache salt). Tenants and adapters never share a key.
+2. A block's key = xxh3-64 over its token ids as little-endian uint32, then that block's own
+   extras, seeded with its parent's key. So one key names a whole prefix.
+3. Extras belong to the block that contains them: text before an image shares keys whatever
+   the image.
+
+Cost: 0.12 µs per block of 16 tokens; packing a Python list of ints costs about as much again.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from sys import byteorder
+
+from xxhash import xxh3_64_intdigest
+
+from indexer.core.types import BlockKey
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """What must be equal, besides tokens, for two prompts to share cache blocks."""
+
+    model: str
+    """Base model, never an adapter or an alias."""
+    lora: str | None = None
+    cache_salt: str | None = field(default=None, repr=False)
+    """Secret of a tenant: hashed, never logged or stored."""
+
+
+def root_key(namespace: Namespace) -> BlockKey:
+    """Key that stands before block 0 of every prompt in `namespace`."""
+    parts = (namespace.model, namespace.lora, namespace.cache_salt)
+    # Length-prefixed, None marked, so that no two namespaces spell the same bytes.
+    encoded = b"".join(
+        b"-" if part is None else b"%d:%s" % (len(part.encode()), part.encode()) for part in parts
+    )
+    return BlockKey(xxh3_64_intdigest(encoded))
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian uint32. Raises OverflowError or TypeError for anything else."""
+    packed = array("I", token_ids)
+    if byteorder == "big":  # pragma: no cover - no big-endian machine to run it on
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def block_key(parent: BlockKey, packed_block: bytes, extras: bytes = b"") -> BlockKey:
+    """Key of one block under `parent`. `extras` is empty for plain text."""
+    return BlockKey(xxh3_64_intdigest(packed_block + extras, parent))
+
+
+def block_keys(
+    root: BlockKey,
+    packed: bytes,
+    block_size: int,
+    extras: Mapping[int, bytes] | None = None,
+) -> Sequence[BlockKey]:
+    """Keys of all full blocks of `packed`, in order. `extras` maps block number to its extras."""
+    width = block_size * TOKEN_BYTES
+    keys: list[BlockKey] = []
+    append = keys.append
+    key: int = root
+    if not extras:
+        for start in range(0, len(packed) - width + 1, width):
+            key = xxh3_64_intdigest(packed[start : start + width], key)
+            append(BlockKey(key))
+        return keys
+    for number, start in enumerate(range(0, len(packed) - width + 1, width)):
+        block = packed[start : start + width] + extras.get(number, b"")
+        key = xxh3_64_intdigest(block, key)
+        append(BlockKey(key))
+    return keys

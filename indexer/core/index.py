@@ -1,0 +1,182 @@
+"""The index contract: what the indexer writes and the balancer asks.
+
+Rules:
+
+1. Only *reachable* full-attention blocks are written: a block is held while its whole chain from
+   the root is held on that rank. `core.rank_blocks` sees to it, so membership is monotone along
+   a chain and a backend may search it any way it likes.
+2. Window and state groups of hybrid models are written beside it, block by block, and checked
+   at the hit boundary (`GroupSpec`).
+3. Updates of one rank carry its epoch. A newer epoch makes everything of an older one stop
+   counting at once; an older one is refused.
+4. A lookup never raises for a rank it doesn't know: the rank is absent from the answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
+from indexer.core.types import BlockKey, RankId, Tier, Trust
+
+
+class GroupKind(StrEnum):
+    """What a KV-cache group needs for a hit."""
+
+    FULL = "full"
+    """Every block from the root on."""
+    WINDOW = "window"
+    """The blocks that cover the last `window_tokens - 1` tokens before the hit's end."""
+    STATE = "state"
+    """The block that ends at the hit's end (mamba)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One KV-cache group of one rank, as its events describe it."""
+
+    group: int
+    kind: GroupKind
+    block_size: int
+    """Tokens per block."""
+    window_tokens: int | None = None
+
+    @property
+    def boundary_blocks(self) -> int:
+        """How many blocks before the hit's end must be held; 0 for a full group."""
+        match self.kind:
+            case GroupKind.FULL:
+                return 0
+            case GroupKind.STATE:
+                return 1
+            case GroupKind.WINDOW:
+                return -(-((self.window_tokens or 1) - 1) // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksHeld:
+    """These keys are held from now on, in one group and tier. Adding a held key changes nothing."""
+
+    group: int
+    tier: Tier
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDropped:
+    """These keys are not held any more. Dropping an absent key changes nothing."""
+
+    group: int
+    tier: Tier
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class AllDropped:
+    """Nothing is held any more, in any group or tier. The epoch goes on."""
+
+
+Change = GroupSpec | BlocksHeld | BlocksDropped | AllDropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUpdate:
+    """What one batch of events changes for one rank. Applied as a whole, in order."""
+
+    rank: RankId
+    model: str
+    """Base model of the instance."""
+    epoch: int
+    seq: int
+    """Number of the batch; what a restarted indexer resumes from."""
+    changes: Sequence[Change]
+
+
+class Prompt:
+    """A prompt as the index sees it: namespace and tokens, hashed once per block size asked."""
+
+    __slots__ = ("_creditable_tokens", "_keys", "_packed", "namespace", "tokens")
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        token_ids: Sequence[int],
+        *,
+        creditable_tokens: int | None = None,
+    ) -> None:
+        """Only the first `creditable_tokens` can be matched (text before an image); None: all.
+
+        Raises OverflowError or TypeError if a token id is not an unsigned 32-bit int.
+        """
+        self.namespace = namespace
+        self.tokens = len(token_ids)
+        self._packed = pack_tokens(token_ids)
+        self._creditable_tokens = self.tokens if creditable_tokens is None else creditable_tokens
+        self._keys: dict[int, Sequence[BlockKey]] = {}
+
+    def keys(self, block_size: int) -> Sequence[BlockKey]:
+        """Keys of the prompt's full, creditable blocks."""
+        keys = self._keys.get(block_size)
+        if keys is None:
+            keys = block_keys(root_key(self.namespace), self._packed, block_size)
+            keys = keys[: self._creditable_tokens // block_size]
+            self._keys[block_size] = keys
+        return keys
+
+    def hit_limit_blocks(self, block_size: int) -> int:
+        """Most blocks an engine takes from its cache: it always computes the last token anew."""
+        return min(max(0, self.tokens - 1), self._creditable_tokens) // block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixMatch:
+    """How much of a prompt's beginning one rank holds. `tokens` never counts a gap."""
+
+    tokens_by_tier: Mapping[Tier, int]
+    """Matched tokens, each counted at the fastest tier that holds it."""
+    block_size: int
+    trust: Trust
+
+    @property
+    def tokens(self) -> int:
+        """Overlap over all tiers, in tokens, at most the prompt's tokens - 1."""
+        return sum(self.tokens_by_tier.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSize:
+    """For metrics: distinct keys, and keys x holders, summed over tiers and groups."""
+
+    keys: int = 0
+    entries: int = 0
+    entries_by_rank: Mapping[RankId, int] = field(default_factory=dict)
+
+
+class BlockIndex(Protocol):
+    """Every implementation passes tests/conformance/test_block_index.py."""
+
+    async def apply(self, update: RankUpdate) -> None:
+        """Apply one batch. Raises StaleEpochError if a newer epoch of the rank is known."""
+        ...
+
+    async def set_trust(self, rank: RankId, trust: Trust) -> None:
+        """State from now on how far `rank` can be believed. Kept across epochs until set again."""
+        ...
+
+    async def retire(self, rank: RankId) -> None:
+        """Forget a rank that left the fleet. O(1) for readers; unknown ranks are ignored."""
+        ...
+
+    async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
+        """Overlap of `prompt` with every rank of its model whose block size is known.
+
+        A rank that holds nothing of it is present with 0 tokens.
+        """
+        ...
+
+    async def size(self) -> IndexSize: ...
+
+
+class StaleEpochError(Exception):
+    """An update of an epoch that has already ended; nothing was applied."""

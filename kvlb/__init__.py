@@ -1,0 +1,1 @@
+"""The `kvlb` command: composes indexer, balancer and simulator."""
