@@ -4,8 +4,13 @@ The data plane never sees a web framework, so a server protocol of our own can t
 place where the figures ask for it.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
+
+from balancer.core.errors import BadRequestError, BodyTooLargeError, ClientGoneError
+from balancer.core.http_headers import find_header
+
+Message = MutableMapping[str, Any]
 
 
 class Exchange(Protocol):
@@ -41,3 +46,78 @@ class Exchange(Protocol):
     async def gone(self) -> None:
         """Return when the client has disconnected (call after `read_body`)."""
         ...
+
+
+class AsgiExchange:
+    """An Exchange over ASGI's `scope`, `receive` and `send`."""
+
+    def __init__(
+        self,
+        scope: Mapping[str, Any],
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
+        self.headers: tuple[tuple[bytes, bytes], ...] = tuple(scope["headers"])
+        self._receive = receive
+        self._send = send
+
+    async def read_body(self, limit_bytes: int) -> bytes:
+        self._refuse_large(limit_bytes)
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            body: bytes = message.get("body", b"")
+            if len(body) > limit_bytes:
+                raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
+            return body
+        return await self._read_pieces(message, limit_bytes)
+
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        await self._pass(
+            {"type": "http.response.start", "status": status, "headers": list(headers)}
+        )
+
+    async def write(self, chunk: bytes) -> None:
+        await self._pass({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self) -> None:
+        await self._pass({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def abort(self) -> None:
+        """Leave the answer open: an ASGI server closes the connection of an unfinished answer."""
+
+    async def gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def _refuse_large(self, limit_bytes: int) -> None:
+        length = find_header(self.headers, b"content-length")
+        if length is None:
+            return
+        if not length.isdigit():
+            raise BadRequestError("`content-length` is not a number")
+        if int(length) > limit_bytes:
+            raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
+
+    async def _read_pieces(self, message: Message, limit_bytes: int) -> bytes:
+        pieces = []
+        size = 0
+        while True:
+            if message["type"] != "http.request":
+                raise ClientGoneError("the client left while it sent its body")
+            piece: bytes = message.get("body", b"")
+            size += len(piece)
+            if size > limit_bytes:
+                raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                return b"".join(pieces)
+            message = await self._receive()
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientGoneError("the client went away") from error

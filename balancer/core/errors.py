@@ -2,7 +2,7 @@
 
 BalancerError
 ├── RequestError          the client's fault; never retried, always 4xx
-│   ├── BadRequestError 400   UnauthorizedError 401   ModelNotFoundError 404
+│   ├── BadRequestError 400   UnauthorizedError 401   ForbiddenError 403   ModelNotFoundError 404
 │   └── PathNotFoundError 404   MethodNotAllowedError 405   BodyTooLargeError 413
 ├── FleetError            nobody can serve it now
 │   ├── NoInstanceError 503       no enabled, healthy instance of the model and role
@@ -11,6 +11,7 @@ BalancerError
 │   ├── EngineUnreachableError 502   before the engine could see the request: retry is safe
 │   ├── EngineClosedError 502        closed before the first byte of its answer: retry is safe
 │   ├── EngineTimeoutError 504       connect, first-byte or idle limit passed
+│   │   └── ConnectTimeoutError 504  no connection in time: retry is safe
 │   ├── EngineProtocolError 502      its bytes were not HTTP
 │   ├── EngineRefusedError (status of the engine)   it answered 4xx/5xx before any byte went out
 │   └── StreamCutError 502           it died after the first byte: never retried
@@ -55,6 +56,14 @@ class UnauthorizedError(RequestError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(RequestError):
+    """Nobody may ask for this from where the client is."""
+
+    status = 403
+    type = "PermissionDeniedError"
+    code = "forbidden"
+
+
 class ModelNotFoundError(RequestError):
     """No instance has ever served a model of this name."""
 
@@ -76,6 +85,10 @@ class MethodNotAllowedError(RequestError):
 
     status = 405
     type = "MethodNotAllowedError"
+
+    def __init__(self, message: str, *, allow: str | None = None) -> None:
+        super().__init__(message)
+        self.allow = allow
 
 
 class BodyTooLargeError(RequestError):
@@ -138,10 +151,36 @@ class EngineTimeoutError(EngineError):
     code = "engine_timeout"
 
 
+class ConnectTimeoutError(EngineTimeoutError):
+    """No connection within the connect limit, so the engine saw nothing."""
+
+    retryable = True
+    code = "connect_timeout"
+
+
 class EngineProtocolError(EngineError):
     """The engine's bytes were not HTTP."""
 
     code = "engine_protocol"
+
+
+class EngineRefusedError(EngineError):
+    """The engine answered 4xx or 5xx. Its answer reaches the client as it is.
+
+    A 503 asks for another instance (full queue, paused), so that one may be retried.
+    """
+
+    code = "engine_refused"
+
+    def __init__(
+        self, status: int, headers: tuple[tuple[bytes, bytes], ...], body: bytes, *, alias: str
+    ) -> None:
+        super().__init__(f"the engine answered {status}")
+        self.status = status
+        self.retryable = status == 503
+        self.headers = headers
+        self.body = body
+        self.alias = alias
 
 
 class StreamCutError(EngineError):

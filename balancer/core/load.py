@@ -13,11 +13,27 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+import msgspec
+
 from indexer.core.types import BlockKey, RankId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLoad:
+class RankRates(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast one rank is, as learned from legs. The defaults hold until anything is learned."""
+
+    prefill_s_per_token: float = 1e-4
+    """Seconds per uncached prompt token."""
+    fixed_s: float = 0.02
+    """What a first token costs however short the prompt is."""
+    step_s: float = 0.02
+    """One decode step, alone on the rank."""
+    step_s_per_request: float = 1e-4
+    """What each further decoding request adds to a step."""
+    output_tokens: float = 128.0
+    """Mean length of an answer, over the fleet."""
+
+
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's load as this balancer knows it."""
 
     requests: int = 0
@@ -28,9 +44,16 @@ class RankLoad:
     """Legs past their first token."""
     oldest_queued_s: float | None = None
     """When the oldest leg without a first token was sent."""
+    head_tokens: int = 0
+    """Uncached prompt tokens of that oldest leg."""
+    head_progress_s: float = 0.0
+    """How long the rank has been able to work on that oldest leg."""
     arrivals_per_s: float = 0.0
     work_share: float = 0.0
     """Prefill seconds sent per second, lately (rho)."""
+    recent_work_s: float = 0.0
+    """Prefill seconds that new prompt tokens took, or would have taken, over the last minutes."""
+    rates: RankRates = RankRates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +65,19 @@ class LegWork:
     """`prefill`, `decode` (after a transfer) or `whole` (prefill and decode on one rank)."""
     prompt_tokens: int
     uncached_tokens: int
+    """Prompt tokens new to this rank: computed there, or received by a `decode` leg."""
     work_s: float
-    """Expected prefill seconds."""
+    """Expected prefill seconds on this rank; 0 for a `decode` leg."""
     keys: Sequence[BlockKey] = ()
     """Block keys the rank will hold once the prompt is computed."""
+    streamed: bool = True
+    """The first token can be seen (a stream, or a prefill leg). Only then rates are learned."""
+    believed_s: float = 30.0
+    """How long after the first token `keys` count as held without an event that says so."""
 
 
 class LegGuard(Protocol):
-    """Counts a leg until the `with` block ends."""
+    """Counts a leg until the `with` block ends. A second end changes nothing."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -63,6 +91,10 @@ class LegGuard(Protocol):
 
     def first_token(self) -> None:
         """The prompt is computed: from now on the leg decodes. Later calls change nothing."""
+        ...
+
+    def generated(self, tokens: int) -> None:
+        """Completion tokens as the engine reported them; call before the leg ends, if known."""
         ...
 
 

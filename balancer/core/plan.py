@@ -1,8 +1,13 @@
-"""What a decision is made of: candidates in, a plan with its reason out."""
+"""What a decision is made of: candidates in, a plan with its reason out.
+
+Candidates and choices are msgspec structs: a decision makes hundreds, ten times faster so.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from balancer.core.fleet import Instance
 from indexer.core.types import RankId, Trust
@@ -29,8 +34,7 @@ class Reason(StrEnum):
     FORCED_REMOTE = "forced_remote"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One rank that could take a leg, with everything the cost reads."""
 
     rank: RankId
@@ -43,13 +47,12 @@ class Candidate:
     block_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate with its cost, as chosen or as passed over."""
 
     candidate: Candidate
     cost_s: float
-    terms: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Each term of the cost in seconds, for explain."""
 
 

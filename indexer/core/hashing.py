@@ -67,14 +67,38 @@ def block_keys(
     width = block_size * TOKEN_BYTES
     keys: list[BlockKey] = []
     append = keys.append
-    key: int = root
+    key = root
     if not extras:
         for start in range(0, len(packed) - width + 1, width):
-            key = xxh3_64_intdigest(packed[start : start + width], key)
-            append(BlockKey(key))
+            key = xxh3_64_intdigest(packed[start : start + width], key)  # type: ignore[assignment]
+            append(key)
         return keys
     for number, start in enumerate(range(0, len(packed) - width + 1, width)):
-        block = packed[start : start + width] + extras.get(number, b"")
-        key = xxh3_64_intdigest(block, key)
-        append(BlockKey(key))
+        key = block_key(key, packed[start : start + width], extras.get(number, b""))
+        append(key)
     return keys
+
+
+def pack_extras(parts: Iterable[object]) -> bytes:
+    """One block's extras as bytes that no other parts spell.
+
+    `(identifier, offset)` is a multimodal item (since 0.19), a bare string one of 0.18 and
+    before, bytes are a digest of prompt embeds.
+    """
+    return b"".join(_pack_extra(part) for part in parts)
+
+
+def _pack_extra(part: object) -> bytes:
+    match part:
+        case str():
+            text = part.encode()
+            return b"i%d:%s" % (len(text), text)
+        case bytes():
+            return b"e%d:%s" % (len(part), part)
+        case [str(identifier), int(offset)]:
+            text = identifier.encode()
+            return b"m%d:%s@%d;" % (len(text), text, offset)
+        case _:
+            # Unknown to us, so it must only differ: such a block never matches a prompt of ours.
+            text = repr(part).encode()
+            return b"?%d:%s" % (len(text), text)

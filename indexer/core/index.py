@@ -3,19 +3,25 @@
 Rules:
 
 1. Only *reachable* full-attention blocks are written: a block is held while its whole chain from
-   the root is held on that rank. `core.rank_blocks` sees to it, so membership is monotone along
-   a chain and a backend may search it any way it likes.
+   the root is held on that rank. `core.rank_blocks` sees to it, so membership (over all tiers)
+   is monotone along a chain and a backend may search it any way it likes.
 2. Window and state groups of hybrid models are written beside it, block by block, and checked
    at the hit boundary (`GroupSpec`).
-3. Updates of one rank carry its epoch. A newer epoch makes everything of an older one stop
+3. A hit ends where every group of the rank agrees: the largest end that all full groups reach
+   and at which every other group holds its last `boundary_blocks` (all blocks, where the end is
+   shorter), on any tier. Groups of different block sizes agree on multiples of all their sizes.
+4. A group is described before its first block. Describing it anew in another way empties it.
+5. Updates of one rank carry its epoch. A newer epoch makes everything of an older one stop
    counting at once; an older one is refused.
-4. A lookup never raises for a rank it doesn't know: the rank is absent from the answer.
+6. A lookup never raises for a rank it doesn't know: the rank is absent from the answer.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+import msgspec
 
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
 from indexer.core.types import BlockKey, RankId, Tier, Trust
@@ -45,17 +51,12 @@ class GroupSpec:
     @property
     def boundary_blocks(self) -> int:
         """How many blocks before the hit's end must be held; 0 for a full group."""
-        match self.kind:
-            case GroupKind.FULL:
-                return 0
-            case GroupKind.STATE:
-                return 1
-            case GroupKind.WINDOW:
-                return -(-((self.window_tokens or 1) - 1) // self.block_size)
+        if self.kind is GroupKind.WINDOW:
+            return -(-((self.window_tokens or 1) - 1) // self.block_size)
+        return 1 if self.kind is GroupKind.STATE else 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksHeld:
+class BlocksHeld(msgspec.Struct, frozen=True, gc=False):
     """These keys are held from now on, in one group and tier. Adding a held key changes nothing."""
 
     group: int
@@ -63,8 +64,7 @@ class BlocksHeld:
     keys: Sequence[BlockKey]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksDropped:
+class BlocksDropped(msgspec.Struct, frozen=True, gc=False):
     """These keys are not held any more. Dropping an absent key changes nothing."""
 
     group: int
@@ -72,16 +72,14 @@ class BlocksDropped:
     keys: Sequence[BlockKey]
 
 
-@dataclass(frozen=True, slots=True)
-class AllDropped:
+class AllDropped(msgspec.Struct, frozen=True, gc=False):
     """Nothing is held any more, in any group or tier. The epoch goes on."""
 
 
 Change = GroupSpec | BlocksHeld | BlocksDropped | AllDropped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankUpdate:
+class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one batch of events changes for one rank. Applied as a whole, in order."""
 
     rank: RankId
@@ -134,7 +132,8 @@ class PrefixMatch:
     """How much of a prompt's beginning one rank holds. `tokens` never counts a gap."""
 
     tokens_by_tier: Mapping[Tier, int]
-    """Matched tokens, each counted at the fastest tier that holds it."""
+    """Matched tokens, each counted at the fastest tier that holds it (in the rank's first full
+    group). Tiers without any are left out."""
     block_size: int
     trust: Trust
 
@@ -146,9 +145,11 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSize:
-    """For metrics: distinct keys, and keys x holders, summed over tiers and groups."""
+    """For metrics: keys x holders, summed over tiers and groups.
 
-    keys: int = 0
+    Distinct keys are not told: neither backend could count them without reading everything.
+    """
+
     entries: int = 0
     entries_by_rank: Mapping[RankId, int] = field(default_factory=dict)
 

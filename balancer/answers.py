@@ -1,0 +1,205 @@
+"""Passes an engine's answer on to the client, and reads its usage from the side.
+
+Rules:
+
+1. Status, end-to-end headers and body pass unchanged; ours are added (`x-kvlb-*`).
+2. An event stream passes event by event, anything else as it comes. What isn't a stream is held
+   until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502.
+3. A stream that breaks before `[DONE]` ends for the client in an error event and a broken
+   connection, never in an end that looks like one.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from balancer.connection import UpstreamAnswer
+from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.errors import EngineError, EngineRefusedError, StreamCutError
+from balancer.core.fleet import Role
+from balancer.core.http_headers import Headers, drop_header, find_header, pass_answer_headers
+from balancer.core.openai_errors import render_error_event
+from balancer.core.plan import RoutePlan
+from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.sse import SseReader
+from balancer.core.usage import Usage, decode_head, read_usage
+from balancer.exchange import Exchange
+from balancer.legs import DecodeAnswer
+
+_MAX_HELD_BYTES: Final = 1024 * 1024
+_MAX_READ_BYTES: Final = 16 * 1024 * 1024
+
+
+class AnswerPasser:
+    """Writes answers of one request to its client. One per request."""
+
+    def __init__(
+        self,
+        *,
+        exchange: Exchange,
+        record: RequestRecord,
+        settings: DataPlaneSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self._exchange = exchange
+        self._record = record
+        self._headers = settings.headers
+        self._clock = clock
+
+    async def pass_generated(self, decoded: DecodeAnswer, *, withhold_usage: bool) -> None:
+        """Pass on the answer to a chat or completions request."""
+        headers = self._answer_headers(decoded.answer.headers, plan_headers(decoded.plan))
+        if _is_event_stream(decoded.answer.headers):
+            await self._pass_events(decoded, headers, withhold_usage=withhold_usage)
+        else:
+            await self._pass_whole(decoded, headers)
+
+    async def pass_forwarded(self, answer: UpstreamAnswer, first: bytes, leg: LegRecord) -> None:
+        """Pass on whatever an instance answered."""
+        headers = self._answer_headers(answer.headers, ((b"x-kvlb-instance", leg.alias.encode()),))
+        await self._start(answer.status, headers)
+        await self._pass_rest(answer, first)
+
+    async def pass_refusal(self, refused: EngineRefusedError) -> None:
+        """Pass on an engine's 4xx or 5xx: status, headers (Retry-After) and body are its own."""
+        headers = self._answer_headers(
+            refused.headers, ((b"x-kvlb-instance", refused.alias.encode()),)
+        )
+        headers = drop_header(headers, b"content-length")
+        length = str(len(refused.body)).encode()
+        await self._start(refused.status, (*headers, (b"content-length", length)))
+        await self._exchange.write(refused.body)
+        await self._finish()
+
+    async def pass_own(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send an answer of our own."""
+        await self._start(status, (*headers, *self._id_headers()))
+        await self._exchange.write(body)
+        await self._finish()
+
+    async def _pass_events(
+        self, decoded: DecodeAnswer, headers: Headers, *, withhold_usage: bool
+    ) -> None:
+        reader = SseReader(withhold_usage=withhold_usage)
+        if withhold_usage:
+            headers = drop_header(headers, b"content-length")
+        await self._start(decoded.answer.status, headers)
+        try:
+            await self._pass_until_done(decoded, reader)
+        except EngineError as error:
+            ending = b"\n\n" if reader.is_inside_event else b""
+            await self._exchange.write(ending + render_error_event(error))
+            await self._exchange.abort()
+            raise
+        finally:
+            _note_usage(decoded, reader.usage)
+        if reader.has_error:
+            decoded.leg.error = "engine_error_event"
+            self._record.error = decoded.leg.error
+        await self._finish()
+
+    async def _pass_until_done(self, decoded: DecodeAnswer, reader: SseReader) -> None:
+        write, next_chunk = self._exchange.write, decoded.answer.next_chunk
+        is_computed = False
+        chunk = decoded.first
+        try:
+            while chunk:
+                passed = reader.feed(chunk)
+                if not is_computed and reader.has_data:
+                    is_computed = True
+                    decoded.guard.first_token()
+                if passed:
+                    await write(passed)
+                chunk = await next_chunk()
+        except EngineError:
+            if not reader.is_done:
+                raise
+        rest = reader.finish()
+        if not reader.is_done and not reader.has_error:
+            raise StreamCutError("the engine's stream ended before it was done")
+        if rest:
+            await write(rest)
+
+    async def _pass_whole(self, decoded: DecodeAnswer, headers: Headers) -> None:
+        answer = decoded.answer
+        held = bytearray(decoded.first)
+        chunk = decoded.first
+        while chunk and len(held) < _MAX_HELD_BYTES:
+            chunk = await answer.next_chunk()
+            held += chunk
+        if not chunk:
+            decoded.guard.first_token()
+            _note_body(decoded, held)
+        await self._start(answer.status, headers)
+        await self._pass_rest(answer, bytes(held))
+
+    async def _pass_rest(self, answer: UpstreamAnswer, first: bytes) -> None:
+        """Pass `first` and what follows; a cut one breaks the client's connection, too."""
+        if first:
+            await self._exchange.write(first)
+        try:
+            while chunk := await answer.next_chunk():
+                await self._exchange.write(chunk)
+        except EngineError:
+            await self._exchange.abort()
+            raise
+        await self._finish()
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self._record.status = status
+        self._record.first_byte_s = self._clock()
+        await self._exchange.start(status, headers)
+
+    async def _finish(self) -> None:
+        # First the note, then the end: from here on the client may leave without a loss.
+        self._record.ended_s = self._clock()
+        await self._exchange.finish()
+
+    def _answer_headers(self, engine: Headers, own: Headers) -> Headers:
+        shown = own if self._headers == "full" else ()
+        return (*pass_answer_headers(engine), *shown, *self._id_headers())
+
+    def _id_headers(self) -> Headers:
+        if self._headers == "off":
+            return ()
+        return ((b"x-request-id", self._record.request_id.encode()),)
+
+
+def plan_headers(plan: RoutePlan) -> Headers:
+    """What a client may know of the decision."""
+    decode = plan.decode.candidate.instance
+    if plan.prefill is not None:
+        prefill = plan.prefill.candidate.instance.alias
+    else:
+        prefill = "none" if decode.role is Role.MIXED else "skipped"
+    headers = (
+        (b"x-kvlb-instance", decode.alias.encode()),
+        (b"x-kvlb-prefill", prefill.encode()),
+        (b"x-kvlb-reason", plan.reason.value.encode()),
+    )
+    if plan.prompt_tokens is None:
+        return headers
+    source = (plan.prefill or plan.decode).candidate
+    overlap = max(source.overlap_tokens, source.predicted_tokens)
+    return (*headers, (b"x-kvlb-overlap-tokens", str(overlap).encode()))
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    kind = find_header(headers, b"content-type") or b""
+    encoding = find_header(headers, b"content-encoding") or b"identity"
+    return kind.lower().startswith(b"text/event-stream") and encoding == b"identity"
+
+
+def _note_body(decoded: DecodeAnswer, body: bytearray) -> None:
+    head = decode_head(body) if len(body) <= _MAX_READ_BYTES else None
+    _note_usage(decoded, read_usage(head.usage) if head else None)
+
+
+def _note_usage(decoded: DecodeAnswer, usage: Usage | None) -> None:
+    if usage is None:
+        return
+    leg = decoded.leg
+    leg.prompt_tokens = usage.prompt_tokens
+    leg.cached_tokens = usage.cached_tokens
+    leg.completion_tokens = usage.completion_tokens
+    if usage.completion_tokens is not None:
+        decoded.guard.generated(usage.completion_tokens)

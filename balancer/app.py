@@ -1,0 +1,210 @@
+"""Builds the balancer once, and is the ASGI callable that decides who answers a path.
+
+Engines' paths go to the data plane without touching the web framework; everything else goes to
+the FastAPI application of `balancer.routes`.
+"""
+
+import asyncio
+import importlib.metadata
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from balancer.config import BalancerConfig
+from balancer.connectors.available import connectors
+from balancer.core.control_settings import name_instances
+from balancer.core.decision_log import DecisionLog
+from balancer.core.fleet import Fleet
+from balancer.core.fleet_view import RankFacts
+from balancer.core.local_ledger import LocalLedger
+from balancer.core.policies import named_policy
+from balancer.core.record import RequestRecord
+from balancer.dataplane import DataPlane
+from balancer.engines import EngineClient
+from balancer.exchange import AsgiExchange
+from balancer.fleet import FleetKeeper
+from balancer.metrics import BalancerMetrics
+from balancer.router import Router
+from balancer.routes import Surface, create_routes
+from balancer.token_pool import TokenPool
+from balancer.tokens import PromptReader
+from balancer.upstream import Upstream
+from indexer.core.index import BlockIndex
+
+DECISIONS_KEPT = 1000
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Time and chance, so that tests can hold them still."""
+
+    clock: Callable[[], float] = time.monotonic
+    random: Callable[[], float] = random.random
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+    strftime_now: Callable[[str], str] = lambda form: datetime.now().astimezone().strftime(form)
+
+
+class App:
+    """The balancer as an ASGI application. Its lifespan starts the probes and closes clients."""
+
+    def __init__(self, *, routes: FastAPI, dataplane: DataPlane, keeper: FleetKeeper) -> None:
+        self._routes = routes
+        self._dataplane = dataplane
+        self.keeper = keeper
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Hand engines' paths to the data plane, everything else to the web framework."""
+        if scope["type"] == "http" and self._dataplane.proxies(scope["path"]):
+            await self._dataplane.handle(AsgiExchange(scope, receive, send))
+        else:
+            await self._routes(scope, receive, send)
+
+    def start_draining(self) -> None:
+        """From now on `/ready` says no; what runs goes on."""
+        self._routes.state.is_draining = True
+
+
+def create_app(
+    *,
+    config: BalancerConfig,
+    index: BlockIndex,
+    registry: CollectorRegistry,
+    index_status: Callable[[], RankFacts] | None = None,
+    ports: Ports | None = None,
+) -> App:
+    """Build everything. `config` has been through `check_config`.
+
+    `index_status` tells trust, epoch and held blocks by rank for `/status`.
+    """
+    return _Builder(config, index, registry, ports or Ports()).build(index_status or dict)
+
+
+class _Builder:
+    """Holds the parts while they are put together."""
+
+    def __init__(
+        self,
+        config: BalancerConfig,
+        index: BlockIndex,
+        registry: CollectorRegistry,
+        ports: Ports,
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._registry = registry
+        self._ports = ports
+        self._engine_keys = config.engine_keys()
+        self._engines = EngineClient(api_keys=self._engine_keys, timeout_s=config.probes.timeout_s)
+        self._keeper = FleetKeeper(
+            name_instances(config.instances),
+            prober=self._engines,
+            settings=config.probes,
+            on_change=self._on_fleet,
+        )
+        self._known = self._keeper.snapshot()
+        self._ledger = LocalLedger(
+            clock=ports.clock, max_predicted_blocks=config.routing.max_predicted_blocks
+        )
+        self._metrics = BalancerMetrics(registry, self._keeper.snapshot, self._ledger)
+        self._decisions = DecisionLog(limit=DECISIONS_KEPT)
+        self._pool = TokenPool(
+            config.tokens.models,
+            workers=config.tokens.workers,
+            cache_bytes=config.tokens.cache_bytes,
+            strftime_now=ports.strftime_now,
+        )
+        self._reader = PromptReader(
+            settings=config.tokens, pool=self._pool, engine=self._engines, clock=ports.clock
+        )
+        self._router = Router(
+            index=index,
+            ledger=self._ledger,
+            policy=named_policy(config.routing.policy),
+            settings=config.routing,
+            pd=config.pd,
+            random=ports.random,
+            clock=ports.clock,
+            on_lookup=self._metrics.on_lookup,
+        )
+        settings = config.dataplane
+        self._upstream = Upstream(
+            connect_timeout_s=settings.connect_timeout_s,
+            first_byte_timeout_s=settings.first_byte_timeout_s,
+            idle_timeout_s=settings.idle_timeout_s,
+            keep_alive_s=settings.keep_alive_s,
+        )
+
+    def build(self, index_status: Callable[[], RankFacts]) -> App:
+        dataplane = DataPlane(
+            fleet=self._keeper.snapshot,
+            reader=self._reader,
+            router=self._router,
+            upstream=self._upstream,
+            connectors=connectors(),
+            settings=self._config.dataplane,
+            on_record=self._on_record,
+            report_health=self._keeper.report,
+            clock=self._ports.clock,
+            new_id=self._ports.new_id,
+            engine_key=self._engine_keys.get,
+        )
+        surface = Surface(
+            fleet=self._keeper.snapshot,
+            router=self._router,
+            reader=self._reader,
+            ledger=self._ledger,
+            registry=self._registry,
+            decisions=self._decisions,
+            admin=self._config.admin,
+            summary=self._config.summary,
+            index_status=index_status,
+            version=importlib.metadata.version("kvlb"),
+        )
+        routes = create_routes(surface, self._lifespan)
+        return App(routes=routes, dataplane=dataplane, keeper=self._keeper)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Probe and load tokenizers while serving; then close what was opened."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._keeper.run()),
+                    group.create_task(self._pool.load()),
+                ]
+                yield
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._pool.close()
+            await self._upstream.close()
+            await self._engines.close()
+
+    def _on_record(self, record: RequestRecord) -> None:
+        self._metrics.observe(record)
+        self._decisions.add(record)
+
+    def _on_fleet(self, fleet: Fleet) -> None:
+        """Forget what was counted or predicted for instances that left or lost their process."""
+        for before in self._known.instances:
+            now = fleet.by_id(before.id)
+            is_gone = now is None or (
+                before.healthy and now.unhealthy_reason == "engine_unreachable"
+            )
+            if is_gone:
+                for rank in before.rank_ids():
+                    self._ledger.forget(rank)
+        self._known = fleet
+        self._metrics.forget_absent(fleet)

@@ -1,0 +1,120 @@
+"""The balancer's configuration: one frozen value, composed of the settings of its parts.
+
+Rules:
+
+1. Nothing here reads a file or the environment: whoever starts the balancer decodes the file,
+   passes the environment, and gets a value or a ConfigError that names the key.
+2. A secret is given in the file or by the name of an environment variable, not both.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from balancer.connectors.available import connectors
+from balancer.core.control_settings import (
+    AdminSettings,
+    InstanceSettings,
+    NonNegativeFloat,
+    Port,
+    ProbeSettings,
+    TokensSettings,
+    name_instances,
+)
+from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
+from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
+from indexer.core.types import InstanceId
+
+
+class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an operator can set of the balancer."""
+
+    instances: tuple[InstanceSettings, ...] = ()
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    port: Port = 8080
+    drain_s: NonNegativeFloat = 30.0
+    """After SIGTERM running answers get this long to finish."""
+    engine_api_key: Secret | None = None
+    """Key of every engine that has none of its own."""
+    engine_api_key_env: str | None = None
+    dataplane: DataPlaneSettings = DataPlaneSettings()
+    routing: RoutingSettings = RoutingSettings()
+    pd: PdSettings = PdSettings()
+    tokens: TokensSettings = TokensSettings()
+    probes: ProbeSettings = ProbeSettings()
+    admin: AdminSettings = AdminSettings()
+
+    def engine_keys(self) -> dict[InstanceId, str]:
+        """Key to use with each instance that needs one."""
+        keys = {each.id: each.api_key or self.engine_api_key for each in self.instances}
+        return {instance: key.reveal() for instance, key in keys.items() if key is not None}
+
+    def summary(self) -> Mapping[str, Any]:
+        """For `/status`: every setting, secrets as asterisks."""
+        shown: dict[str, Any] = msgspec.to_builtins(self, enc_hook=encode_custom)
+        return shown
+
+
+def check_config(config: BalancerConfig, environ: Mapping[str, str]) -> BalancerConfig:
+    """Return `config` with its secrets filled in, or raise ConfigError for what can't work."""
+    _refuse_duplicates("url", (each.id for each in config.instances))
+    config = msgspec.structs.replace(config, instances=name_instances(config.instances))
+    _refuse_duplicates("alias", (each.name for each in config.instances))
+    known = list(connectors())
+    for number, instance in enumerate(config.instances):
+        name = instance.connector
+        if name is not None and name not in known:
+            where = f"instances[{number}].connector"
+            raise ConfigError(f"`{where}`: no connector `{name}`{nearest(name, known)}")
+    for model, directory in config.tokens.models.items():
+        try:
+            load_tokenizer(Path(directory), str)  # it costs a second, and finds what is broken
+        except TokenizerLoadError as error:
+            raise ConfigError(f"`tokens.models.{model}`: {error}") from error
+    return _with_secrets(config, environ)
+
+
+def _refuse_duplicates(key: str, values: Iterable[str]) -> None:
+    seen: dict[str, int] = {}
+    for number, value in enumerate(values):
+        if value in seen:
+            first = f"instances[{seen[value]}]"
+            raise ConfigError(f"`instances[{number}].{key}`: {value} is {first} already")
+        seen[value] = number
+
+
+def _with_secrets(config: BalancerConfig, environ: Mapping[str, str]) -> BalancerConfig:
+    instances = tuple(
+        msgspec.structs.replace(
+            each, api_key=_secret(each, "api_key", f"instances[{number}].", environ)
+        )
+        for number, each in enumerate(config.instances)
+    )
+    admin_key = _secret(config.admin, "api_key", "admin.", environ)
+    return msgspec.structs.replace(
+        config,
+        instances=instances,
+        engine_api_key=_secret(config, "engine_api_key", "", environ),
+        admin=msgspec.structs.replace(config.admin, api_key=admin_key),
+    )
+
+
+def _secret(
+    settings: msgspec.Struct, key: str, where: str, environ: Mapping[str, str]
+) -> Secret | None:
+    """Read the secret `key`, given as such or through the environment."""
+    value: Secret | None = getattr(settings, key)
+    variable: str | None = getattr(settings, f"{key}_env")
+    if variable is None:
+        if value is not None and not value.reveal():
+            raise ConfigError(f"`{where}{key}`: is empty")
+        return value
+    if value is not None and value.reveal() != environ.get(variable):
+        raise ConfigError(f"`{where}{key}_env`: `{where}{key}` is set, too; remove one")
+    if not environ.get(variable):
+        raise ConfigError(f"`{where}{key}_env`: environment variable {variable} is not set")
+    return Secret(environ[variable])

@@ -1,0 +1,314 @@
+"""One connection to an engine: an asyncio protocol around httptools' parser.
+
+`UpstreamAnswer` is what the caller reads; `Connection` is what asyncio drives. Rules:
+
+1. Bytes wait in the answer, at most about 256 KiB: then reading from the engine pauses until
+   they are taken, so a slow client holds back its engine and nothing else.
+2. A connection is handed back for reuse when an answer is complete, the engine keeps it open and
+   the request was sent whole. In every other case it is closed.
+3. An answer without a length ends with the connection. The parser can't be told of the end of the
+   file, or that an answer has no body (HEAD, 204, 304), so that framing is decided here.
+4. Silence is timed by one timer per phase that looks at the last arrival, not one per chunk.
+   The clock stands still while *we* don't read.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Final, cast
+
+import httptools
+
+from balancer.core.errors import (
+    EngineClosedError,
+    EngineError,
+    EngineProtocolError,
+    EngineTimeoutError,
+    StreamCutError,
+)
+
+_MAX_BUFFERED_BYTES: Final = 256 * 1024
+_MAX_HEADER_BYTES: Final = 256 * 1024
+_BODILESS: Final = frozenset({204, 304})
+
+
+class UpstreamAnswer:
+    """An engine's answer. Whoever holds it calls `close`, complete or not."""
+
+    def __init__(
+        self, connection: "Connection", *, first_byte_timeout_s: float, idle_timeout_s: float
+    ) -> None:
+        self.status = 0
+        self.headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.is_complete = False
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._chunks: deque[bytes] = deque()
+        self._buffered_bytes = 0
+        self._error: EngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._idle_timeout_s = idle_timeout_s
+        self._limit_s = first_byte_timeout_s
+        self._has_body = False
+        self._arrived_s = self._loop.time()
+        self._timer = self._loop.call_later(first_byte_timeout_s, self._look_for_silence)
+
+    async def head(self) -> None:
+        """Wait for status and headers."""
+        while self.status == 0:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def next_chunk(self) -> bytes:
+        """Return what has arrived, or wait for it; b"" at the end of a complete answer."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self.is_complete:
+                return b""
+            await self._wait()
+        return self._take()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives. Raises EngineError if it is cut."""
+        while chunk := await self.next_chunk():
+            yield chunk
+
+    async def read(self, limit_bytes: int) -> bytes:
+        """Return the (rest of the) body. Raises EngineProtocolError if it is over the limit."""
+        parts = []
+        size = 0
+        while chunk := await self.next_chunk():
+            size += len(chunk)
+            if size > limit_bytes:
+                raise EngineProtocolError("the engine's answer is too large to be read whole")
+            parts.append(chunk)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Break the connection unless the answer is complete; the engine sees it and stops."""
+        self._timer.cancel()
+        if not self.is_complete:
+            self._connection.abort()
+
+    def on_head(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        self.status = status
+        self.headers = headers
+        self._arrived_s = self._loop.time()
+        self._wake()
+
+    def on_body(self, chunk: bytes) -> bool:
+        """Take a piece of the body; False if the engine should be held back."""
+        self._chunks.append(chunk)
+        self._buffered_bytes += len(chunk)
+        self._arrived_s = self._loop.time()
+        if not self._has_body:
+            self._has_body = True
+            self._limit_s = self._idle_timeout_s
+            self._timer.cancel()
+            self._timer = self._loop.call_later(self._limit_s, self._look_for_silence)
+        self._wake()
+        return self._buffered_bytes <= _MAX_BUFFERED_BYTES
+
+    def on_complete(self) -> None:
+        self.is_complete = True
+        self._timer.cancel()
+        self._wake()
+
+    def on_error(self, error: EngineError) -> None:
+        """The rest will not come. What has arrived is still handed out first."""
+        if self.is_complete or self._error is not None:
+            return
+        self._error = error
+        self._timer.cancel()
+        self._wake()
+
+    def _take(self) -> bytes:
+        chunk = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered_bytes = 0
+        if self._connection.is_paused:
+            self._arrived_s = self._loop.time()
+            self._connection.resume(self)
+        return chunk
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _look_for_silence(self) -> None:
+        now_s = self._loop.time()
+        if self._connection.is_paused:
+            self._arrived_s = now_s
+        left_s = self._arrived_s + self._limit_s - now_s
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look_for_silence)
+            return
+        self.on_error(EngineTimeoutError(f"the engine was silent for {self._limit_s:g} s"))
+        self._connection.abort()
+
+
+class Connection(asyncio.Protocol):
+    """Carries one request after the other. `on_reusable` gets it back between them."""
+
+    def __init__(
+        self,
+        *,
+        on_reusable: Callable[["Connection"], None],
+        on_lost: Callable[["Connection"], None],
+    ) -> None:
+        self.idle_since_s = 0.0
+        self.is_paused = False
+        self._on_reusable = on_reusable
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._answer: UpstreamAnswer | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._got_bytes = False
+        self._is_head_request = False
+        self._keeps_alive = False
+        self._ends_with_connection = False
+        self._is_informational = False
+        self._header_bytes = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, answer: UpstreamAnswer, method: str, head: bytes, body: bytes) -> None:
+        """Write a request whose answer goes to `answer`."""
+        self._answer = answer
+        self._parser = httptools.HttpResponseParser(self)
+        self._got_bytes = False
+        self._is_head_request = method == "HEAD"
+        self._ends_with_connection = False
+        self._header_bytes = 0
+        self._headers = []
+        if self._transport is None or self._transport.is_closing():
+            self._fail_closed(answer)
+        elif len(body) <= _MAX_BUFFERED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+
+    def abort(self) -> None:
+        """Break the connection at once, unsent bytes and all."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def resume(self, answer: UpstreamAnswer) -> None:
+        """`answer` has room again."""
+        if self.is_paused and self._answer is answer and self._transport is not None:
+            self.is_paused = False
+            self._transport.resume_reading()
+
+    # Calls of asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # A stream by construction; uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._parser is None:
+            self.abort()  # bytes that nobody asked for
+            return
+        self._got_bytes = True
+        answer = self._answer
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            answer.on_error(EngineProtocolError("the engine's answer was not understood"))
+            self.abort()
+            return
+        if answer.is_complete and self._answer is answer:
+            # Complete for us, not for the parser: the rest of its bytes would be misread.
+            self._answer = None
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost(self)
+        answer, self._answer = self._answer, None
+        self._parser = None
+        if answer is not None and not answer.is_complete:
+            if exc is None and answer.status and self._ends_with_connection:
+                answer.on_complete()
+            else:
+                self._fail_closed(answer)
+
+    # Calls of the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > _MAX_HEADER_BYTES:
+            # An exception in a callback ends the parsing as a parser error.
+            raise ValueError("headers too large")
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._parser is None or self._answer is None:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._is_informational = True
+            self._headers = []
+            return
+        if status > 599:
+            raise ValueError("status out of range")
+        headers = tuple(self._headers)
+        self._keeps_alive = self._parser.should_keep_alive()
+        self._ends_with_connection = not any(_sets_length(*each) for each in headers)
+        self._answer.on_head(status, headers)
+        if self._is_head_request or status in _BODILESS:
+            self._answer.on_complete()
+
+    def on_body(self, body: bytes) -> None:
+        answer = self._answer
+        if answer is None or answer.is_complete or answer.on_body(body) or self.is_paused:
+            return
+        if self._transport is not None and not self._transport.is_closing():
+            self.is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._is_informational:
+            self._is_informational = False
+            return
+        answer, self._answer = self._answer, None
+        if answer is None or self._transport is None:
+            return
+        answer.on_complete()
+        if not self._keeps_alive or self._transport.get_write_buffer_size():
+            self.close()
+            return
+        if self.is_paused:
+            self.is_paused = False
+            self._transport.resume_reading()
+        self._on_reusable(self)
+
+    def _fail_closed(self, answer: UpstreamAnswer) -> None:
+        if not self._got_bytes:
+            answer.on_error(EngineClosedError("the engine closed the connection unanswered"))
+        elif answer.status == 0:
+            answer.on_error(EngineProtocolError("the engine's answer ended in its headers"))
+        else:
+            answer.on_error(StreamCutError("the engine's answer was cut"))
+
+
+def _sets_length(name: bytes, value: bytes) -> bool:
+    return name == b"content-length" or (
+        name == b"transfer-encoding" and b"chunked" in value.lower()
+    )

@@ -1,0 +1,210 @@
+"""From a fleet snapshot and the index's answer to candidates: who could serve, holding what.
+
+Rules:
+
+1. Only available instances that serve the request's model are candidates, each rank for itself.
+2. An unknown model is the client's fault only once some instance's models are known: 404 then,
+   else 503. A known model without an available instance is 503; all of them full is another 503.
+3. Overlap is what events say; predicted overlap adds what is on its way there without a gap. A
+   rank that isn't trusted (`load_only`) holds nothing. Several prompts add up.
+4. The engine computes the last prompt token in any case: overlap is at most tokens - 1.
+
+Cost: per rank one load and a binary search of predicted blocks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from balancer.core.cost import LoadedCandidate, RequestShape
+from balancer.core.errors import ModelNotFoundError, NoInstanceError, OverloadedError
+from balancer.core.fleet import Fleet, Instance, Role
+from balancer.core.load import LoadLedger
+from balancer.core.plan import Candidate
+from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from indexer.core.index import PrefixMatch, Prompt
+from indexer.core.types import BlockKey, RankId, Trust
+
+USUAL_BLOCK_SIZE = 16
+"""Until some rank's events name another."""
+BYTES_PER_TOKEN = 4
+MAX_GUESSED_TOKENS = 8192
+"""A body of images or audio says little about its tokens."""
+COMPLETIONS_MAX_TOKENS = 16
+"""vLLM's default on /v1/completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptMatches:
+    """What is known of a request's prompts on every rank."""
+
+    prompts: tuple[Prompt, ...] = ()
+    by_rank: tuple[Mapping[RankId, PrefixMatch], ...] = ()
+    """One answer of the index per prompt; empty if it gave none."""
+    block_sizes: Mapping[RankId, int]
+    """Last block size seen in each rank's events."""
+
+    def block_size(self, rank: RankId) -> int:
+        """The rank's, else any in the fleet, else the usual one."""
+        known = self.block_sizes.get(rank)
+        return known or next(iter(self.block_sizes.values()), USUAL_BLOCK_SIZE)
+
+    def keys(self, rank: RankId) -> Sequence[BlockKey]:
+        """Keys of all prompts, in this rank's block size."""
+        size = self.block_size(rank)
+        if len(self.prompts) == 1:
+            return self.prompts[0].keys(size)
+        return [key for prompt in self.prompts for key in prompt.keys(size)]
+
+    def candidate(self, rank: RankId, instance: Instance, ledger: LoadLedger) -> Candidate:
+        """`rank` with what it holds of the prompts."""
+        overlap_tokens = predicted_tokens = 0
+        trust = Trust.LOAD_ONLY
+        size = self.block_size(rank)
+        for number, prompt in enumerate(self.prompts):
+            match = self.by_rank[number].get(rank) if self.by_rank else None
+            held_tokens = 0
+            if match is not None and match.trust is not Trust.LOAD_ONLY:
+                trust, held_tokens = match.trust, match.tokens
+            overlap_tokens += held_tokens
+            predicted_tokens += _with_predicted(prompt, rank, size, held_tokens, ledger)
+        return Candidate(
+            rank=rank,
+            instance=instance,
+            overlap_tokens=overlap_tokens,
+            predicted_tokens=predicted_tokens,
+            trust=trust,
+            block_size=self.block_sizes.get(rank),
+        )
+
+
+def _with_predicted(
+    prompt: Prompt, rank: RankId, size: int, held_tokens: int, ledger: LoadLedger
+) -> int:
+    held_blocks = held_tokens // size
+    more_blocks = ledger.predicted_blocks(rank, prompt.keys(size), held_blocks)
+    blocks = min(held_blocks + more_blocks, prompt.hit_limit_blocks(size))
+    return max(held_tokens, blocks * size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The instances of one fleet that matter to one model."""
+
+    answering: tuple[Instance, ...]
+    """Available, decode or mixed."""
+    prefill: tuple[Instance, ...]
+    """Available, prefill."""
+    prefill_expected: bool
+    """Some enabled prefill instance may serve the model, available or not."""
+
+
+def find_pool(fleet: Fleet, model: str) -> Pool:
+    """Instances for `model`. Raises ModelNotFoundError or NoInstanceError."""
+    serving = fleet.serving(model)
+    if not serving:
+        if any(instance.models for instance in fleet.instances):
+            raise ModelNotFoundError("the model does not exist", param="model")
+        raise NoInstanceError("no instance is available")
+    available = [instance for instance in serving if instance.is_available]
+    answering = tuple(each for each in available if each.role.answers_clients)
+    if not answering:
+        raise NoInstanceError("no instance that serves this model is available")
+    return Pool(
+        answering=answering,
+        prefill=tuple(each for each in available if each.role is Role.PREFILL),
+        prefill_expected=any(
+            each.role is Role.PREFILL
+            and each.enabled
+            and not each.draining
+            and (each.models is None or each.models.serves(model))
+            for each in fleet.instances
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateSource:
+    """Builds loaded candidates for one request."""
+
+    matches: PromptMatches
+    ledger: LoadLedger
+    max_requests_per_rank: int = 0
+    """Legs in flight at which a rank is full; 0: never."""
+
+    def load(
+        self, instances: Sequence[Instance], exclude: frozenset[RankId]
+    ) -> tuple[list[LoadedCandidate], bool]:
+        """Every rank of `instances` that isn't excluded and has room; True if one had none."""
+        found: list[LoadedCandidate] = []
+        some_full = False
+        for rank, instance in _ranks(instances, exclude):
+            load = self.ledger.load(rank)
+            if 0 < self.max_requests_per_rank <= load.requests:
+                some_full = True
+                continue
+            candidate = self.matches.candidate(rank, instance, self.ledger)
+            found.append(LoadedCandidate(candidate=candidate, load=load))
+        return found, some_full
+
+    def load_answering(
+        self, instances: Sequence[Instance], exclude: frozenset[RankId]
+    ) -> list[LoadedCandidate]:
+        """The same, where there has to be one. Raises NoInstanceError or OverloadedError."""
+        found, some_full = self.load(instances, exclude)
+        if not found and some_full:
+            raise OverloadedError("every instance of this model is at its limit of requests")
+        if not found:
+            raise NoInstanceError("no other instance of this model is available")
+        return found
+
+
+def _ranks(
+    instances: Sequence[Instance], exclude: frozenset[RankId]
+) -> Iterator[tuple[RankId, Instance]]:
+    for instance in instances:
+        for rank in instance.rank_ids():
+            if rank not in exclude:
+                yield rank, instance
+
+
+def request_shape(
+    request: GenerateRequest, prompt: PromptView, matches: PromptMatches, session_header: str
+) -> RequestShape:
+    """What weighing needs to know of the request."""
+    tokens = prompt.prompt_tokens
+    if tokens is None:
+        tokens = min(len(request.raw_body) // BYTES_PER_TOKEN, MAX_GUESSED_TOKENS)
+    return RequestShape(
+        prompt_tokens=tokens,
+        max_output_tokens=_max_output_tokens(request),
+        session=_session(request, session_header.lower().encode()) or _first_block(matches),
+    )
+
+
+def _max_output_tokens(request: GenerateRequest) -> float:
+    for name in ("max_completion_tokens", "max_tokens"):
+        limit = request.body.get(name)
+        if isinstance(limit, int) and limit >= 1:
+            return limit
+    is_chat = request.endpoint is Endpoint.CHAT
+    return float("inf") if is_chat else COMPLETIONS_MAX_TOKENS
+
+
+def _session(request: GenerateRequest, header: bytes) -> str | None:
+    for name, value in request.headers:
+        if name == header and value:
+            return value.decode("latin-1")
+    for field in ("session_id", "user", "prompt_cache_key"):
+        named = request.body.get(field)
+        if isinstance(named, str) and named:
+            return named
+    return None
+
+
+def _first_block(matches: PromptMatches) -> str | None:
+    """Prompts that begin alike count as one session."""
+    if not matches.prompts:
+        return None
+    sizes = matches.block_sizes.values()
+    keys = matches.prompts[0].keys(min(sizes, default=USUAL_BLOCK_SIZE))
+    return str(keys[0]) if keys else None

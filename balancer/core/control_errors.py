@@ -1,0 +1,19 @@
+"""How control calls to engines fail: part of the one error tree, never shown to clients."""
+
+from balancer.core.errors import EngineError
+
+
+class EngineCallError(EngineError):
+    """A control call failed. `reason` is a short constant for status pages and logs."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class EngineDrainingError(EngineCallError):
+    """503 on /health: it takes no new requests."""
+
+
+class TokenizeRefusedError(EngineCallError):
+    """The engine refuses this very prompt: it is well, the request is not."""

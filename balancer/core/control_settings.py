@@ -1,0 +1,120 @@
+"""Settings of the control plane: instances, probes, tokens, administration.
+
+Frozen values; every number has its unit in its name and is checked when it is decoded.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from xxhash import xxh32_hexdigest
+
+from balancer.core.addresses import parse_instance_id
+from balancer.core.fleet import Instance, Role
+from balancer.core.settings_errors import Secret
+from indexer.core.types import InstanceId
+
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Alias = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:\[\]-]+$")]
+
+
+class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine address, as the operator describes it."""
+
+    url: str
+    alias: Alias | None = None
+    """Shown to clients and in metrics instead of the address; default: host and port."""
+    role: Role = Role.MIXED
+    connector: str | None = None
+    """PD connector; default: `nixl` for prefill and decode instances, `none` for mixed ones."""
+    ranks: PositiveInt = 1
+    """Data-parallel ranks behind this address."""
+    rank_base: NonNegativeInt = 0
+    """Global number of its first rank."""
+    api_key: Secret | None = None
+    """The engine's `--api-key`."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds it."""
+    enabled: bool = True
+    """False: known and probed, but gets no requests."""
+
+    def __post_init__(self) -> None:
+        parse_instance_id(self.url)
+
+    @property
+    def id(self) -> InstanceId:
+        return parse_instance_id(self.url)
+
+    @property
+    def name(self) -> str:
+        """Its alias. One made of the address would tell clients the address."""
+        return self.alias or f"{self.role.value}-{xxh32_hexdigest(self.id.encode())}"
+
+    def instance(self) -> Instance:
+        """The instance before anything was seen of it."""
+        default_connector = "none" if self.role is Role.MIXED else "nixl"
+        return Instance(
+            id=self.id,
+            alias=self.name,
+            role=self.role,
+            ranks=tuple(range(self.rank_base, self.rank_base + self.ranks)),
+            rank_base=self.rank_base,
+            connector=self.connector or default_connector,
+            enabled=self.enabled,
+            unhealthy_reason="not_probed",
+        )
+
+
+def name_instances(instances: Iterable[InstanceSettings]) -> tuple[InstanceSettings, ...]:
+    """Give those without an alias one of their role and number: `p0`, `d0`, `d1`, `m0`."""
+    named = list(instances)
+    taken = {each.alias for each in named}
+    for number, each in enumerate(named):
+        if each.alias is None:
+            made = (f"{each.role.value[0]}{count}" for count in range(len(named) + len(taken)))
+            alias = next(name for name in made if name not in taken)
+            taken.add(alias)
+            named[number] = msgspec.structs.replace(each, alias=alias)
+    return tuple(named)
+
+
+class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How instances are watched."""
+
+    interval_s: PositiveFloat = 2.0
+    timeout_s: PositiveFloat = 5.0
+    """An engine that reads a long prompt answers its probes late."""
+    unhealthy_after: PositiveInt = 3
+    """Bad probes, or failed legs, in a row."""
+    healthy_after: PositiveInt = 1
+    """Good probes in a row."""
+
+
+class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the tokens of text and chat come from."""
+
+    models: dict[str, str] = {}
+    """Base model -> directory with its tokenizer.json and chat template."""
+    deadline_s: PositiveFloat = 0.1
+    """After that a request is routed by load alone."""
+    workers: PositiveInt = 2
+    """Threads that tokenise."""
+    cache_bytes: NonNegativeInt = 64 * 1024 * 1024
+    engine_fallback: bool = True
+    """Ask an engine's /tokenize where there is no local tokenizer."""
+    engine_concurrency: PositiveInt = 32
+    """Calls to /tokenize under way at once; what comes on top is routed by load."""
+    breaker_failures: PositiveInt = 3
+    """Failed calls in a row after which an instance's /tokenize is left alone."""
+    breaker_cool_down_s: PositiveFloat = 5.0
+
+
+class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may see /status and /explain from elsewhere than this machine."""
+
+    api_key: Secret | None = None
+    api_key_env: str | None = None

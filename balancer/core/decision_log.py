@@ -1,0 +1,73 @@
+"""The last decisions, bounded, for people who ask what just happened.
+
+Rules:
+
+1. Only finished requests enter, oldest out first.
+2. No prompt text, token, key or salt is kept; a model name that isn't the fleet's is not either.
+
+Cost: O(1) per request, and about 1 kB each while kept.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from balancer.core.explain import explain_choice
+from balancer.core.record import LegRecord, RequestRecord
+
+
+class DecisionLog:
+    """A ring of rendered records."""
+
+    def __init__(self, *, limit: int) -> None:
+        self._records: deque[Mapping[str, Any]] = deque(maxlen=limit)
+
+    def add(self, record: RequestRecord) -> None:
+        self._records.append(render_record(record))
+
+    def latest(self, count: int) -> Sequence[Mapping[str, Any]]:
+        """Up to `count` records, newest first."""
+        return [each for each, _ in zip(reversed(self._records), range(count), strict=False)]
+
+
+def render_record(record: RequestRecord) -> Mapping[str, Any]:
+    """One finished request: predicted, chosen, delivered."""
+    plan = record.plan
+    return {
+        "request_id": record.request_id,
+        "path": record.path,
+        "model": record.model if record.base_model else None,
+        "stream": record.stream,
+        "status": record.status,
+        "error": record.error,
+        "reason": plan.reason.value if plan else None,
+        "why": explain_choice(plan.decode, plan.considered) if plan else None,
+        "prompt_tokens": record.prompt_tokens,
+        "prompt_source": record.prompt_source,
+        "unscorable": record.unscorable,
+        "overlap_available_tokens": record.available_tokens,
+        "overlap_chosen_tokens": record.chosen_tokens,
+        "cached_tokens": record.cached_tokens,
+        "duration_s": _elapsed_s(record.arrived_s, record.ended_s),
+        "first_byte_s": _elapsed_s(record.arrived_s, record.first_byte_s),
+        "legs": [_render_leg(leg) for leg in record.legs],
+    }
+
+
+def _render_leg(leg: LegRecord) -> Mapping[str, Any]:
+    return {
+        "leg": leg.kind,
+        "instance": leg.alias,
+        "status": leg.status,
+        "error": leg.error,
+        "overlap_tokens": leg.overlap_tokens,
+        "prompt_tokens": leg.prompt_tokens,
+        "cached_tokens": leg.cached_tokens,
+        "completion_tokens": leg.completion_tokens,
+        "first_byte_s": _elapsed_s(leg.started_s, leg.first_byte_s),
+        "duration_s": _elapsed_s(leg.started_s, leg.ended_s),
+    }
+
+
+def _elapsed_s(start_s: float, end_s: float | None) -> float | None:
+    return None if end_s is None else round(end_s - start_s, 6)

@@ -1,0 +1,99 @@
+"""Shows a plan to people: every candidate with its terms, and why the winner won.
+
+Rules:
+
+1. Numbers are those the planner used; nothing is computed anew but differences.
+2. No token, prompt text, key or salt appears.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from balancer.core.plan import Choice, RoutePlan
+from balancer.core.request import PromptView
+
+REASONS = {
+    "aggregated": "the chosen instance is mixed: it prefills and decodes itself",
+    "remote_prefill": "another instance prefills first and hands its cache over",
+    "decode_has_cache": "no prefill leg: what the decode instance lacks is cheap to compute there",
+    "short_prompt": "no prefill leg: the whole prompt is cheap to compute where it decodes",
+    "no_prefill_instance": "no prefill leg: no prefill instance is available",
+    "not_splittable": "no prefill leg: such a request can't be split over two legs",
+    "prefill_failed": "no prefill leg: prefill instances failed, and the operator allows local",
+    "unscorable": "tokens are unknown: routed by load alone",
+    "forced_local": "the operator forces prefill where the request decodes",
+    "forced_remote": "the operator forces prefill elsewhere",
+}
+
+
+def render_plan(plan: RoutePlan, prompt: PromptView) -> Mapping[str, Any]:
+    """`plan` as JSON values."""
+    return {
+        "prompt": {
+            "tokens": plan.prompt_tokens,
+            "source": prompt.source,
+            "unscorable": prompt.unscorable,
+        },
+        "reason": plan.reason.value,
+        "meaning": REASONS.get(plan.reason.value, plan.reason.value),
+        "decode": _render_leg(plan.decode, plan.considered),
+        "prefill": _render_leg(plan.prefill, plan.considered_prefill) if plan.prefill else None,
+    }
+
+
+def render_choice(choice: Choice) -> Mapping[str, Any]:
+    """One candidate with what its cost is made of."""
+    candidate = choice.candidate
+    return {
+        "instance": candidate.instance.alias,
+        "role": candidate.instance.role.value,
+        "rank": candidate.rank.rank,
+        "overlap_tokens": candidate.overlap_tokens,
+        "predicted_tokens": candidate.predicted_tokens,
+        "trust": candidate.trust.value,
+        "block_size": candidate.block_size,
+        "cost": _number(choice.cost_s),
+        "terms": {name: _number(value) for name, value in choice.terms.items()},
+    }
+
+
+def explain_choice(chosen: Choice, considered: Sequence[Choice]) -> str:
+    """One sentence: what set the winner apart from the cheapest other candidate."""
+    others = [each for each in considered if each.candidate.rank != chosen.candidate.rank]
+    name = _name(chosen)
+    if not others:
+        return f"{name} is the only candidate"
+    rival = min(others, key=lambda each: each.cost_s)
+    gap = rival.cost_s - chosen.cost_s
+    if gap == 0:
+        return f"{name} and {_name(rival)} cost the same; chance or order of arrival decided"
+    if gap < 0:
+        return f"{name} was chosen although {_name(rival)} costs less: the policy weighs otherwise"
+    names = [*chosen.terms, *(term for term in rival.terms if term not in chosen.terms)]
+    if not names:
+        return f"{name} costs {gap:.4g} less than {_name(rival)}"
+    term = max(names, key=lambda each: rival.terms.get(each, 0.0) - chosen.terms.get(each, 0.0))
+    return (
+        f"{name} costs {gap:.4g} less than {_name(rival)}; the largest difference is `{term}`: "
+        f"{chosen.terms.get(term, 0.0):.4g} against {rival.terms.get(term, 0.0):.4g}"
+    )
+
+
+def _render_leg(chosen: Choice, considered: Sequence[Choice]) -> Mapping[str, Any]:
+    return {
+        "chosen": render_choice(chosen),
+        "why": explain_choice(chosen, considered),
+        "considered": [render_choice(each) for each in considered],
+    }
+
+
+def _name(choice: Choice) -> str:
+    instance = choice.candidate.instance
+    rank = choice.candidate.rank.rank
+    return f"{instance.alias}/{rank}" if len(instance.ranks) > 1 else instance.alias
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no infinity."""
+    return round(value, 6) if isfinite(value) else None

@@ -1,0 +1,86 @@
+"""Which headers pass, in both directions, and what a request id may look like.
+
+Rules:
+
+1. Hop-by-hop headers, and the ones `Connection` names, end here (RFC 9110, 7.6.1).
+2. What only we may tell an engine (`X-data-parallel-rank`, the request id) is never the client's.
+3. A request id that carries engine addresses (MoRIIO, P2P NCCL) would let a client steer a KV
+   transfer: it is replaced. So is anything that isn't a short run of plain characters.
+4. Everything else passes, in its order, values untouched.
+
+Cost: one pass over the headers.
+"""
+
+import re
+from collections.abc import Iterable
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_REQUEST_STOPS = _HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-data-parallel-rank",
+    b"x-request-id",
+}
+_ANSWER_STOPS = _HOP_BY_HOP | {b"x-request-id"}
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
+
+
+def pass_request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Keep the client's end-to-end headers, less those that are ours to set."""
+    return _without(headers, _REQUEST_STOPS)
+
+
+def pass_answer_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Keep the engine's end-to-end headers, less the request id and our own names."""
+    return tuple(
+        pair for pair in _without(headers, _ANSWER_STOPS) if not pair[0].startswith(b"x-kvlb-")
+    )
+
+
+def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    """Return the first value of `name` (lower case)."""
+    return next((value for each, value in headers if each == name), None)
+
+
+def drop_header(headers: Headers, name: bytes) -> Headers:
+    """Return `headers` without `name` (lower case)."""
+    return tuple(pair for pair in headers if pair[0] != name)
+
+
+def clean_request_id(raw: object) -> str | None:
+    """Accept a client's request id, or None if one has to be made up."""
+    if isinstance(raw, bytes):
+        raw = raw.decode("latin-1")
+    if not isinstance(raw, str) or not _REQUEST_ID.fullmatch(raw) or has_addresses(raw):
+        return None
+    return raw
+
+
+def has_addresses(request_id: str) -> bool:
+    """Tell whether the id names engines for a KV transfer."""
+    return any(mark in request_id for mark in _ADDRESS_MARKS)
+
+
+def _without(headers: Iterable[tuple[bytes, bytes]], stops: frozenset[bytes]) -> Headers:
+    pairs = tuple(headers)
+    named = [value for name, value in pairs if name == b"connection"]
+    if named:
+        stops = stops | {token.strip().lower() for value in named for token in value.split(b",")}
+    return tuple(pair for pair in pairs if pair[0] not in stops)

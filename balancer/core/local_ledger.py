@@ -1,0 +1,292 @@
+"""`LocalLedger`: the load ledger of one balancer process.
+
+Rules:
+
+1. A leg is queued from its booking to its first token, decoding from there to its end; `decode`
+   legs wait for a transfer, so they never count as queued prefill.
+2. The first token of an answer that isn't streamed can't be seen: such a leg counts as decoding
+   once its expected time has passed, and teaches nothing about rates.
+3. A leg that ends with an exception withdraws its prediction. Otherwise its keys count as held
+   until `believed_s` after its first token. A `decode` leg's keys count only from its first token
+   on: before the transfer is done, a sibling sent there would compute them again.
+4. Arrivals and work per second are exponential means over 20 s, corrected for a young rank. Recent
+   work is a sum that fades over ten minutes; a leg enters it with its first token, since before
+   that it counts as queued.
+5. `forget` voids predictions and learned rates; legs in flight stay counted until they end.
+
+Cost: O(1) per leg plus its keys; `load` is O(legs due since the last call).
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import exp
+from types import TracebackType
+from typing import Self
+
+from balancer.core.learned import LearnedRates
+from balancer.core.load import LegWork, RankLoad
+from balancer.core.predictions import Prediction, RankPredictions
+from indexer.core.types import BlockKey, RankId
+
+RATE_TAU_S = 20.0
+RECENT_TAU_S = 600.0
+MIN_AGE_S = 1.0
+"""A rank younger than this has seen too little for a rate."""
+
+
+class FadingSum:
+    """A sum whose parts fade with time constant `tau_s`."""
+
+    __slots__ = ("_at_s", "_tau_s", "_value")
+
+    def __init__(self, tau_s: float, now_s: float) -> None:
+        self._tau_s = tau_s
+        self._at_s = now_s
+        self._value = 0.0
+
+    def add(self, now_s: float, amount: float) -> None:
+        self._value = self.at(now_s) + amount
+        self._at_s = now_s
+
+    def at(self, now_s: float) -> float:
+        if not self._value:
+            return 0.0
+        return self._value * exp((self._at_s - now_s) / self._tau_s)
+
+
+class _RankBook:
+    """Everything counted for one rank."""
+
+    __slots__ = (
+        "arrivals",
+        "decoding",
+        "due",
+        "recent",
+        "last_first_s",
+        "predictions",
+        "queue",
+        "queued_tokens",
+        "requests",
+        "since_s",
+        "work",
+    )
+
+    def __init__(self, now_s: float, max_predicted_blocks: int) -> None:
+        self.since_s = now_s
+        self.requests = 0
+        self.decoding = 0
+        self.queued_tokens = 0
+        self.queue: dict[int, _Leg] = {}
+        """Legs without a first token, oldest first; `decode` legs aren't among them."""
+        self.due: list[tuple[float, int]] = []
+        """When queued legs whose first token can't be seen are expected to be computed."""
+        self.last_first_s = now_s
+        self.arrivals = FadingSum(RATE_TAU_S, now_s)
+        self.work = FadingSum(RATE_TAU_S, now_s)
+        self.recent = FadingSum(RECENT_TAU_S, now_s)
+        self.predictions = RankPredictions(max_predicted_blocks)
+
+    def warm_s(self, now_s: float) -> float:
+        """Seconds that the fading sums stand for: tau, less while the rank is young."""
+        age_s = max(MIN_AGE_S, now_s - self.since_s)
+        return RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))
+
+
+class _Leg:
+    """A booked leg: the guard that the caller holds."""
+
+    __slots__ = (
+        "_ledger",
+        "book",
+        "booked_s",
+        "ended",
+        "first_s",
+        "number",
+        "others",
+        "output_tokens",
+        "prediction",
+        "work",
+    )
+
+    def __init__(
+        self, ledger: "LocalLedger", book: _RankBook, work: LegWork, number: int, now_s: float
+    ) -> None:
+        self._ledger = ledger
+        self.book = book
+        self.work = work
+        self.number = number
+        self.booked_s = now_s
+        self.first_s: float | None = None
+        self.others = 0
+        self.output_tokens: int | None = None
+        self.prediction: Prediction | None = None
+        self.ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ledger.end(self, failed=kind is not None)
+
+    def first_token(self) -> None:
+        self._ledger.start_decoding(self)
+
+    def generated(self, tokens: int) -> None:
+        self.output_tokens = tokens
+
+
+class LocalLedger:
+    """A `LoadLedger` in memory. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        learned: LearnedRates | None = None,
+        max_predicted_blocks: int = 100_000,
+    ) -> None:
+        self._clock = clock
+        self._learned = learned or LearnedRates()
+        self._max_predicted_blocks = max_predicted_blocks
+        self._books: dict[RankId, _RankBook] = {}
+        self._numbers = count()
+
+    def load(self, rank: RankId) -> RankLoad:
+        """The rank's load now; an unknown rank is idle."""
+        rates = self._learned.rates(rank)
+        book = self._books.get(rank)
+        if book is None:
+            return RankLoad(rates=rates)
+        now_s = self._clock()
+        self._settle_due(book, now_s)
+        warm_s = book.warm_s(now_s)
+        head = next(iter(book.queue.values()), None)
+        return RankLoad(
+            requests=book.requests,
+            queued_tokens=book.queued_tokens,
+            decoding=book.decoding,
+            oldest_queued_s=head.booked_s if head else None,
+            head_tokens=head.work.uncached_tokens if head else 0,
+            head_progress_s=now_s - max(head.booked_s, book.last_first_s) if head else 0.0,
+            arrivals_per_s=book.arrivals.at(now_s) / warm_s,
+            work_share=book.work.at(now_s) / warm_s,
+            recent_work_s=book.recent.at(now_s),
+            rates=rates,
+        )
+
+    def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
+        """How many blocks from `start` on, without a gap, are predicted on `rank`."""
+        book = self._books.get(rank)
+        if book is None or not book.predictions.blocks:
+            return 0
+        book.predictions.purge(self._clock())
+        return book.predictions.run_blocks(keys, start)
+
+    def hold(self, work: LegWork) -> _Leg:
+        """Book `work` at once; the guard counts it until it ends."""
+        now_s = self._clock()
+        self._learned.settle(work.rank, now_s)
+        book = self._books.get(work.rank)
+        if book is None:
+            book = self._books[work.rank] = _RankBook(now_s, self._max_predicted_blocks)
+        book.predictions.purge(now_s)
+        leg = _Leg(self, book, work, next(self._numbers), now_s)
+        book.requests += 1
+        if work.kind != "decode":
+            self._queue(leg, now_s)
+            leg.prediction = book.predictions.add(work.keys)
+        return leg
+
+    def forget(self, rank: RankId) -> None:
+        """The rank restarted or left. Its legs in flight stay counted."""
+        self._learned.forget(rank)
+        book = self._books.get(rank)
+        if book is None:
+            return
+        book.predictions.clear()
+        if not book.requests:
+            del self._books[rank]
+
+    def start_decoding(self, leg: _Leg) -> None:
+        """`leg` has its first token."""
+        if leg.ended or leg.first_s is not None:
+            return
+        now_s = self._clock()
+        book, work = leg.book, leg.work
+        leg.first_s = now_s
+        leg.others = book.decoding
+        book.decoding += 1
+        rates = self._learned.rates(work.rank)
+        book.recent.add(now_s, work.uncached_tokens * rates.prefill_s_per_token)
+        if book.queue.pop(leg.number, None):
+            book.queued_tokens -= work.uncached_tokens
+        if work.kind == "decode":
+            leg.prediction = book.predictions.add(work.keys)
+        elif work.streamed:
+            self._learned.on_first_token(
+                work.rank, sent_s=leg.booked_s, now_s=now_s, tokens=work.uncached_tokens
+            )
+            book.last_first_s = now_s
+        if leg.prediction:
+            book.predictions.expire(leg.prediction, now_s + work.believed_s)
+
+    def end(self, leg: _Leg, *, failed: bool) -> None:
+        """`leg` is over, for whatever reason."""
+        if leg.ended:
+            return
+        if failed:
+            self._drop(leg)
+        else:
+            self._complete(leg)
+        leg.ended = True
+        leg.book.requests -= 1
+
+    def _drop(self, leg: _Leg) -> None:
+        book = leg.book
+        if leg.prediction:
+            book.predictions.withdraw(leg.prediction)
+        if leg.first_s is not None:
+            book.decoding -= 1
+        elif book.queue.pop(leg.number, None):
+            book.queued_tokens -= leg.work.uncached_tokens
+
+    def _complete(self, leg: _Leg) -> None:
+        decoded = leg.first_s is not None
+        if not decoded:
+            self.start_decoding(leg)
+        book, work, tokens = leg.book, leg.work, leg.output_tokens
+        book.decoding -= 1
+        if tokens is None or work.kind == "prefill":
+            return
+        self._learned.on_output(tokens)
+        if decoded and work.streamed and leg.first_s is not None:
+            self._learned.on_decoded(
+                work.rank,
+                decode_s=self._clock() - leg.first_s,
+                tokens=tokens,
+                others=(leg.others + book.decoding) / 2,
+            )
+
+    def _queue(self, leg: _Leg, now_s: float) -> None:
+        book, work = leg.book, leg.work
+        rates = self._learned.rates(work.rank)
+        work_s = work.work_s + rates.fixed_s
+        if not work.streamed:
+            wait_s = book.queued_tokens * rates.prefill_s_per_token
+            heappush(book.due, (now_s + wait_s + work_s, leg.number))
+        book.queue[leg.number] = leg
+        book.queued_tokens += work.uncached_tokens
+        book.arrivals.add(now_s, 1)
+        book.work.add(now_s, work_s)
+
+    def _settle_due(self, book: _RankBook, now_s: float) -> None:
+        while book.due and book.due[0][0] <= now_s:
+            leg = book.queue.get(heappop(book.due)[1])
+            if leg:
+                self.start_decoding(leg)

@@ -1,0 +1,176 @@
+"""Policies: in which order candidates are preferred. `kvlb` is the product, the others compare.
+
+Rules:
+
+1. Pure over (candidate, load); `RoundRobin` alone remembers whom it chose last.
+2. Every choice carries the estimated cost in seconds, whatever the policy went by: plans of
+   different policies can be compared.
+3. Exact ties fall by a random draw per rank, so permuting candidates changes nothing.
+4. No policy excludes a candidate: the least preferred one still serves if the others fail.
+
+Cost: one estimate and one sort key per candidate.
+"""
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
+from balancer.core.plan import Choice
+from balancer.core.routing_settings import PolicyName
+from indexer.core.types import RankId
+
+LOAD_BOUND = 1.25
+"""A session leaves its rank when that has more than this times the mean of requests."""
+
+
+class Policy(Protocol):
+    """Orders candidates; a user's own policy implements these two."""
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        """All candidates, the preferred one first."""
+        ...
+
+    def chosen(self, rank: RankId) -> None:
+        """`rank` got the leg. Not called for a plan that is only explained."""
+        ...
+
+
+SortKey = Callable[[LoadedCandidate, Choice], tuple[float, ...]]
+
+
+def _ordered(
+    shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak, key: SortKey
+) -> list[Choice]:
+    choices = estimate_all(shape, candidates)
+    keyed = [
+        (*key(each, choice), draw(each.candidate.rank), number)
+        for number, (each, choice) in enumerate(zip(candidates, choices, strict=True))
+    ]
+    keyed.sort()
+    return [choices[int(entry[-1])] for entry in keyed]
+
+
+class LeastCost:
+    """`kvlb`: the least estimated time."""
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        return _ordered(shape, candidates, draw, lambda _, choice: (choice.cost_s,))
+
+    def chosen(self, rank: RankId) -> None:
+        """Costs remember nothing of their own."""
+
+
+class RoundRobin:
+    """Whoever was chosen longest ago; stable when ranks come and go."""
+
+    def __init__(self) -> None:
+        self._turns: dict[RankId, int] = {}
+        self._turn = 0
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        turns = self._turns
+        return _ordered(
+            shape, candidates, draw, lambda each, _: (turns.get(each.candidate.rank, 0),)
+        )
+
+    def chosen(self, rank: RankId) -> None:
+        self._turn += 1
+        self._turns[rank] = self._turn
+
+
+class LeastLoaded:
+    """Fewest requests in flight, then fewest queued tokens."""
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        return _ordered(shape, candidates, draw, lambda each, _: _load_key(each))
+
+    def chosen(self, rank: RankId) -> None:
+        """Load tells all."""
+
+
+class PrefixOverlap:
+    """The longest overlap, then the least load."""
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        return _ordered(
+            shape, candidates, draw, lambda each, _: (-_held_tokens(each), *_load_key(each))
+        )
+
+    def chosen(self, rank: RankId) -> None:
+        """The cache tells all."""
+
+
+class SessionAffinity:
+    """Rendezvous hashing of the session, passing over ranks above the load bound.
+
+    A request without a session goes by load.
+    """
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        total = sum(each.load.requests for each in candidates)
+        bound = ceil(LOAD_BOUND * (total + 1) / max(1, len(candidates)))
+        session = shape.session
+
+        def key(each: LoadedCandidate, _: Choice) -> tuple[float, ...]:
+            if session is None:
+                return _load_key(each)
+            is_full = each.load.requests >= bound
+            return (is_full, -_affinity(session, each.candidate.rank))
+
+        return _ordered(shape, candidates, draw, key)
+
+    def chosen(self, rank: RankId) -> None:
+        """The hash tells all."""
+
+
+def named_policy(name: PolicyName) -> Policy:
+    """A fresh policy of this name."""
+    match name:
+        case "kvlb":
+            return LeastCost()
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case "prefix_overlap":
+            return PrefixOverlap()
+        case "session":
+            return SessionAffinity()
+
+
+def seeded_draw(seed: int) -> TieBreak:
+    """Draws that depend on `seed` and the rank only, not on the order of asking."""
+
+    def draw(rank: RankId) -> float:
+        return float(xxh3_64_intdigest(f"{rank.rank} {rank.instance}".encode(), seed))
+
+    return draw
+
+
+def _load_key(each: LoadedCandidate) -> tuple[float, float]:
+    return (each.load.requests, each.load.queued_tokens)
+
+
+def _held_tokens(each: LoadedCandidate) -> int:
+    return max(each.candidate.overlap_tokens, each.candidate.predicted_tokens)
+
+
+def _affinity(session: str, rank: RankId) -> int:
+    # errors="surrogatepass": JSON may carry lone surrogates, and a session name is only hashed.
+    name = f"{rank.rank} {rank.instance} {session}".encode(errors="surrogatepass")
+    return xxh3_64_intdigest(name)

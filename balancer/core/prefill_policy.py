@@ -1,0 +1,135 @@
+"""Whether a request to a decode instance is prefilled elsewhere first, and why.
+
+Rules, the first that applies decides:
+
+1. A mixed instance does everything itself.
+2. After prefill legs failed the decode instance does it all (the caller asked if that's allowed).
+3. What two legs can't serve, or an engine would refuse anyway, isn't split.
+4. The operator's `force: local`.
+5. A prompt shorter than one block has nothing to hand over.
+6. Up to `local_prefill_max_tokens` uncached tokens run where the decode is, unless
+   `force: remote`. An unscorable prompt's tokens are guessed from the body's size, all uncached.
+7. Everything else takes a prefill leg. In a fleet without prefill instances it runs where the
+   decode is; where they are all down that has to be allowed (`allow_local_on_failure`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from balancer.core.fleet import Role
+from balancer.core.plan import Reason
+from balancer.core.routing_settings import PdSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFacts:
+    """What the decision reads of a request and its fleet; equal for all decode candidates."""
+
+    prompt_tokens: int
+    """Guessed if not `scored`."""
+    scored: bool = True
+    splittable: bool = True
+    block_size: int = 16
+    """The largest among those who would hand over or receive."""
+    prefill_failed: bool = False
+    prefill_expected: bool = False
+    """The fleet has prefill instances for the model, available or not."""
+    prefill_full: bool = False
+    """Some of them have no room. They are busy, not missing: nobody stands in for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Run a prefill leg or not, and why."""
+
+    reason: Reason
+    remote: bool = False
+    allowed: bool = True
+    """False: a prefill leg is needed, its instances are down, and nobody may stand in."""
+
+
+def decide(
+    role: Role, uncached_tokens: int, has_prefill: bool, facts: SplitFacts, settings: PdSettings
+) -> Verdict:
+    """Judge one decode candidate that lacks `uncached_tokens` of the prompt."""
+    if role is not Role.DECODE:
+        return Verdict(reason=Reason.AGGREGATED)
+    if local := _local_reason(facts, settings):
+        return Verdict(reason=local)
+    if settings.force != "remote" and uncached_tokens <= settings.local_prefill_max_tokens:
+        return Verdict(reason=_cheap_reason(facts, settings))
+    if not has_prefill:
+        is_allowed = settings.allow_local_on_failure or not facts.prefill_expected
+        return Verdict(
+            reason=Reason.NO_PREFILL_INSTANCE, allowed=is_allowed and not facts.prefill_full
+        )
+    return Verdict(reason=_remote_reason(facts, settings), remote=True)
+
+
+def _local_reason(facts: SplitFacts, settings: PdSettings) -> Reason | None:
+    if facts.prefill_failed:
+        return Reason.PREFILL_FAILED
+    if not facts.splittable:
+        return Reason.NOT_SPLITTABLE
+    if settings.force == "local":
+        return Reason.FORCED_LOCAL
+    if facts.prompt_tokens < facts.block_size:
+        return Reason.SHORT_PROMPT if facts.scored else Reason.UNSCORABLE
+    return None
+
+
+def _cheap_reason(facts: SplitFacts, settings: PdSettings) -> Reason:
+    if not facts.scored:
+        return Reason.UNSCORABLE
+    if facts.prompt_tokens <= settings.local_prefill_max_tokens:
+        return Reason.SHORT_PROMPT
+    return Reason.DECODE_HAS_CACHE
+
+
+def _remote_reason(facts: SplitFacts, settings: PdSettings) -> Reason:
+    if settings.force == "remote":
+        return Reason.FORCED_REMOTE
+    return Reason.REMOTE_PREFILL if facts.scored else Reason.UNSCORABLE
+
+
+def is_splittable(body: Mapping[str, Any], prompts: int) -> bool:
+    """Whether two legs can serve this request, and an engine would take it at all.
+
+    `prompts` is how many prompts were found; 0 if they are unknown.
+    """
+    if prompts > 1 or (not prompts and _names_several_prompts(body.get("prompt"))):
+        return False  # only the first prompt's transfer parameters come back
+    if body.get("prompt_logprobs") is not None or body.get("use_beam_search"):
+        return False  # the decode engine would compute the whole prompt again
+    if body.get("echo") and body.get("logprobs") is not None:
+        return False  # asks for logprobs of the prompt under another name
+    if body.get("prompt_embeds") is not None:
+        return False
+    return not _is_refused(body)
+
+
+def _names_several_prompts(prompt: object) -> bool:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or len(prompt) < 2:
+        return False
+    return not all(isinstance(token, int) for token in prompt)
+
+
+def _is_refused(body: Mapping[str, Any]) -> bool:
+    """Limits an engine answers with 4xx: it must see them unchanged, and do no work before."""
+    limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "n")]
+    if any(limit is not None and not _is_count(limit) for limit in limits):
+        return True
+    if body.get("stream_options") and body.get("stream") is not True:
+        return True
+    limit = limits[0] if limits[1] is None else limits[1]
+    least = body.get("min_tokens")
+    if least is None:
+        return False
+    if not isinstance(least, int) or least < 0:
+        return True
+    return limit is not None and least > limit
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

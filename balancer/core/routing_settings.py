@@ -1,0 +1,46 @@
+"""Settings of routing and of the prefill decision: typed, frozen, units in their names.
+
+`balancer.config` composes both under the keys `routing` and `pd`.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+PolicyName = Literal["kvlb", "round_robin", "least_loaded", "prefix_overlap", "session"]
+
+
+class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How candidates are found and weighed."""
+
+    policy: PolicyName = "kvlb"
+    lookup_timeout_s: PositiveFloat = 0.02
+    """Longest wait for the index; past it the request is routed by load."""
+    confirm_s: PositiveFloat = 2.0
+    """How long after its first token a routed prompt counts as held until events confirm it."""
+    predicted_ttl_s: PositiveFloat = 30.0
+    """The same on a rank without events, where nothing ever confirms it."""
+    max_predicted_blocks: PositiveInt = 100_000
+    """Predicted blocks kept per rank; about what a GPU holds."""
+    session_header: str = "x-session-id"
+    """Request header that names a session, for the policy `session`."""
+    max_requests_per_rank: NonNegativeInt = 0
+    """Legs in flight at which a rank gets no more; 0: no limit."""
+
+
+class PdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a request to a `decode` instance is prefilled elsewhere first."""
+
+    local_prefill_max_tokens: NonNegativeInt = 256
+    """Up to so many uncached tokens the decode instance prefills itself."""
+    force: Literal["auto", "local", "remote"] = "auto"
+    allow_local_on_failure: bool = False
+    """May a decode instance prefill a long prompt because every prefill instance failed or is
+    down? Long prefills stall what it decodes, so this has to be asked for."""
+    prefill_attempts: PositiveInt = 2
+    """Prefill instances tried for one request."""

@@ -1,0 +1,77 @@
+"""The usage an engine reports, read tolerantly: a missing figure is unknown, not 0."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one answer."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """None without `--enable-prompt-tokens-details`."""
+
+
+class AnswerHead(msgspec.Struct):
+    """The fields of an answer (or of one chunk of a stream) that we look at."""
+
+    usage: Any = None
+    choices: msgspec.Raw = msgspec.Raw(b"null")
+    error: Any = None
+
+
+def decode_head(data: bytes | bytearray) -> AnswerHead | None:
+    """Read the fields we look at; None if `data` is no JSON object."""
+    try:
+        return msgspec.json.decode(data, type=AnswerHead)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_leniently(data)
+
+
+def read_usage(value: Any) -> Usage | None:
+    """Read a `usage` object, in the words of completions, chat or responses."""
+    if not isinstance(value, Mapping):
+        return None
+    details = value.get("prompt_tokens_details", value.get("input_tokens_details"))
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return Usage(
+        prompt_tokens=_count(value.get("prompt_tokens", value.get("input_tokens"))),
+        completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),
+        cached_tokens=_count(cached),
+    )
+
+
+def prefill_fault(answer: object) -> str | None:
+    """Say what makes a prefill leg's 200 a failure; None if nothing does (field report F37)."""
+    if not isinstance(answer, Mapping):
+        return "the prefill answer is not a JSON object"
+    if answer.get("error") is not None:
+        return "the prefill answer tells of an error"
+    choices = answer.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, Mapping) and choice.get("finish_reason") in {"error", "abort"}:
+            return "the prefill leg was aborted"
+    return None
+
+
+def _count(value: Any) -> int | None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if is_count else None
+
+
+def _decode_leniently(data: bytes | bytearray) -> AnswerHead | None:
+    """The standard library takes lone surrogates and NaN, which engines do write."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    choices = json.dumps(value.get("choices")).encode()
+    return AnswerHead(value.get("usage"), msgspec.Raw(choices), value.get("error"))

@@ -1,0 +1,255 @@
+"""The proxied paths, from a client's request to its answer's last byte.
+
+Rules:
+
+1. What is wrong with a request is told before an engine hears of it, in OpenAI's error form.
+2. While a request is worked on its client is watched: when it leaves, everything stops.
+3. Every request leaves one record and one log line, at its very end, however it ends.
+4. Once a status has gone out, an error can only break the answer off.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+import structlog
+
+from balancer.answers import AnswerPasser
+from balancer.connectors.contract import Connector
+from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
+from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError
+from balancer.core.fleet import Fleet
+from balancer.core.http_headers import (
+    Headers,
+    clean_request_id,
+    drop_header,
+    find_header,
+    pass_request_headers,
+)
+from balancer.core.model_lookup import find_model
+from balancer.core.openai_errors import render_error
+from balancer.core.record import RequestRecord
+from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.rewrite import (
+    check_generate_body,
+    decode_body,
+    encode_body,
+    splice_usage,
+    wants_usage,
+    without_forbidden,
+)
+from balancer.exchange import Exchange
+from balancer.forwarding import Forwarded, Forwarding
+from balancer.leg_sender import EngineKey, LegSender, ReportHealth
+from balancer.legs import DecodeAnswer, Job, Legs
+from balancer.router import Router
+from balancer.upstream import Upstream
+
+logger = structlog.get_logger(__name__)
+
+
+class Prompts(Protocol):
+    """What the data plane needs of the tokens stage."""
+
+    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
+        """Find the request's tokens within a deadline; never fails the request."""
+        ...
+
+
+class DataPlane:
+    """One per process."""
+
+    def __init__(  # noqa: PLR0913 - everything is built in one place and handed down
+        self,
+        *,
+        fleet: Callable[[], Fleet],
+        reader: Prompts,
+        router: Router,
+        upstream: Upstream,
+        connectors: Mapping[str, Connector],
+        settings: DataPlaneSettings,
+        on_record: Callable[[RequestRecord], None],
+        report_health: ReportHealth,
+        clock: Callable[[], float],
+        new_id: Callable[[], str],
+        engine_key: EngineKey = lambda _: None,
+    ) -> None:
+        """`engine_key` gives an instance's API key; without one the client's own is passed on."""
+        self._fleet = fleet
+        self._reader = reader
+        self._settings = settings
+        self._on_record = on_record
+        self._clock = clock
+        self._new_id = new_id
+        sender = LegSender(upstream=upstream, engine_key=engine_key, report_health=report_health)
+        self._legs = Legs(
+            router=router, sender=sender, connectors=connectors, settings=settings, clock=clock
+        )
+        self._forwarding = Forwarding(sender=sender, settings=settings, clock=clock)
+
+    def proxies(self, path: str) -> bool:
+        """Tell whether `handle` answers `path`."""
+        return belongs_to_engines(path)
+
+    async def handle(self, exchange: Exchange) -> None:
+        """Answer one request. Raises nothing but cancellation."""
+        asked_id = clean_request_id(find_header(exchange.headers, b"x-request-id"))
+        record = RequestRecord(
+            request_id=asked_id or self._new_id(), path=exchange.path, arrived_s=self._clock()
+        )
+        passer = AnswerPasser(
+            exchange=exchange, record=record, settings=self._settings, clock=self._clock
+        )
+        try:
+            await self._answer(exchange, record, passer)
+        except BalancerError as error:
+            await self._tell(error, record, passer)
+        except asyncio.CancelledError:
+            record.error = "cancelled"
+            raise
+        except Exception as error:  # the outermost: a bug costs one request
+            logger.exception("request_failed", request_id=record.request_id)
+            record.error = type(error).__name__
+            await self._tell(BalancerError("internal error"), record, passer)
+        finally:
+            record.ended_s = self._clock()
+            self._on_record(record)
+            _log(record)
+
+    async def _answer(
+        self, exchange: Exchange, record: RequestRecord, passer: AnswerPasser
+    ) -> None:
+        use = find_path(exchange.method, exchange.path).use
+        body = await exchange.read_body(self._settings.max_body_bytes)
+        query = "?" + exchange.query.decode("latin-1") if exchange.query else ""
+        headers = pass_request_headers(exchange.headers)
+        if use is PathUse.FORWARD:
+            request_id = (b"x-request-id", record.request_id.encode())
+            forwarded = Forwarded(
+                method=exchange.method,
+                target=exchange.path + query,
+                headers=(*headers, request_id),
+                body=body,
+            )
+            work = self._forwarding.carry(self._fleet(), forwarded, record, passer)
+        else:
+            work = self._generate(
+                self._read(exchange, headers, body, record), query, record, passer
+            )
+        await _while_client_stays(exchange, record, work)
+
+    def _read(
+        self, exchange: Exchange, headers: Headers, raw: bytes, record: RequestRecord
+    ) -> GenerateRequest:
+        """Understand a chat or completions request. Raises RequestError or NoInstanceError."""
+        endpoint = Endpoint(exchange.path)
+        body = decode_body(raw)
+        check_generate_body(endpoint, body)
+        clean = without_forbidden(body)
+        if find_header(exchange.headers, b"x-request-id") is None:
+            record.request_id = clean_request_id(clean.get("request_id")) or record.request_id
+        meant = find_model(self._fleet(), clean.get("model"))
+        record.model, record.base_model = meant.model, meant.base_model
+        request = GenerateRequest(
+            request_id=record.request_id,
+            endpoint=endpoint,
+            body=clean,
+            raw_body=raw if clean is body else encode_body(clean),
+            # An encoded stream couldn't be read for its usage; engines don't encode anyway.
+            headers=drop_header(headers, b"accept-encoding"),
+            model=meant.model,
+            base_model=meant.base_model,
+            lora=meant.lora,
+        )
+        record.stream = request.stream
+        return request
+
+    async def _generate(
+        self, request: GenerateRequest, query: str, record: RequestRecord, passer: AnswerPasser
+    ) -> None:
+        fleet = self._fleet()
+        prompt = await self._reader.read(fleet, request)
+        record.prompt_tokens = prompt.prompt_tokens
+        record.prompt_source = prompt.source
+        record.unscorable = prompt.unscorable
+        asks = self._settings.usage_inject and request.stream and not wants_usage(request.body)
+        job = Job(
+            fleet=fleet,
+            request=request,
+            prompt=prompt,
+            record=record,
+            body=splice_usage(request.body, request.raw_body) if asks else request.raw_body,
+            asks_usage=asks,
+            query=query,
+        )
+
+        async def deliver(decoded: DecodeAnswer) -> None:
+            await passer.pass_generated(decoded, withhold_usage=asks)
+
+        await self._legs.carry(job, deliver)
+
+    async def _tell(
+        self, error: BalancerError, record: RequestRecord, passer: AnswerPasser
+    ) -> None:
+        """Answer with `error`, unless an answer is under way or nobody is there to read it."""
+        record.error = record.error or error.code or error.type
+        if record.status is not None:
+            return
+        if isinstance(error, ClientGoneError):
+            record.status = error.status
+            return
+        try:
+            if isinstance(error, EngineRefusedError):
+                await passer.pass_refusal(error)
+            else:
+                told = render_error(error, path=record.path)
+                await passer.pass_own(told.status, told.headers, told.body)
+        except ClientGoneError:
+            return  # it left before it could read the error
+
+
+async def _while_client_stays(
+    exchange: Exchange, record: RequestRecord, work: Coroutine[Any, Any, None]
+) -> None:
+    """Run `work`; cancel it as soon as the client leaves. Raises ClientGoneError then."""
+
+    async def watch() -> None:
+        await exchange.gone()
+        if record.ended_s is None:
+            raise ClientGoneError("the client went away")
+
+    failed: BalancerError | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch())
+            try:
+                await work
+            except BalancerError as error:
+                failed = error
+            watching.cancel()
+    except BaseExceptionGroup as errors:
+        gone = errors.subgroup(ClientGoneError)
+        raise (gone or errors).exceptions[0] from None
+    if failed is not None:
+        raise failed
+
+
+def _log(record: RequestRecord) -> None:
+    """One line per request; no prompt, no key, no address."""
+    plan = record.plan
+    logger.info(
+        "request_done",
+        request_id=record.request_id,
+        path=record.path,
+        model=record.base_model,
+        status=record.status,
+        error=record.error,
+        stream=record.stream,
+        reason=plan.reason.value if plan else None,
+        legs=[f"{leg.kind}:{leg.alias}" for leg in record.legs],
+        prompt_tokens=record.prompt_tokens,
+        overlap_tokens=record.chosen_tokens,
+        cached_tokens=record.cached_tokens,
+        seconds=round((record.ended_s or record.arrived_s) - record.arrived_s, 4),
+    )

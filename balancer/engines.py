@@ -1,0 +1,121 @@
+"""Control calls to engines over httpx: probes and /tokenize. Proxied traffic never comes here.
+
+Every failure leaves as an error of `core.control_errors`; no call retries.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from balancer.core.control_errors import (
+    EngineCallError,
+    EngineDrainingError,
+    TokenizeRefusedError,
+)
+from balancer.core.probe_state import ProbeAnswer, ProbeOutcome
+from indexer.core.model_cards import ServedModels, parse_model_list
+from indexer.core.types import InstanceId
+
+KEEP_ALIVE_S = 4.0
+"""Below the 5 s after which engines close an idle connection without a word."""
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+class EngineClient:
+    """Control calls to any instance, with that instance's own key."""
+
+    def __init__(
+        self, *, api_keys: Mapping[InstanceId, str], timeout_s: float, max_connections: int = 256
+    ) -> None:
+        self._api_keys = api_keys
+        # trust_env: a proxy variable meant for the internet must not catch calls to engines.
+        self._http = httpx.AsyncClient(
+            timeout=timeout_s,
+            trust_env=False,
+            limits=httpx.Limits(
+                max_connections=max_connections,
+                max_keepalive_connections=max_connections,
+                keepalive_expiry=KEEP_ALIVE_S,
+            ),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def probe(self, instance: InstanceId) -> ProbeAnswer:
+        """Ask for health, then for models. Never raises for what the instance does."""
+        try:
+            await self.check_health(instance)
+            models = await self.list_models(instance)
+        except EngineDrainingError:
+            return ProbeAnswer(outcome=ProbeOutcome.DRAINING)
+        except EngineCallError as error:
+            return ProbeAnswer(outcome=ProbeOutcome.FAILED, reason=error.reason)
+        return ProbeAnswer(outcome=ProbeOutcome.OK, models=models)
+
+    async def check_health(self, instance: InstanceId) -> None:
+        """Return if it is healthy. Raises EngineDrainingError or EngineCallError."""
+        answer = await self._call("GET", instance, "/health")
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            raise EngineDrainingError("draining")
+        _refuse_failure(answer)
+
+    async def list_models(self, instance: InstanceId) -> ServedModels:
+        """Read `/v1/models`. Raises EngineCallError."""
+        answer = await self._call("GET", instance, "/v1/models")
+        _refuse_failure(answer)
+        try:
+            return parse_model_list(msgspec.json.decode(answer.content))
+        except (msgspec.DecodeError, ValueError) as error:
+            raise EngineCallError("bad_model_list") from error
+
+    async def tokenize(self, instance: InstanceId, body: Mapping[str, Any]) -> Sequence[int]:
+        """Ids that the engine makes of a prompt. Raises TokenizeRefusedError, EngineCallError."""
+        answer = await self._call("POST", instance, "/tokenize", body)
+        if answer.status_code in {400, 413, 422}:
+            raise TokenizeRefusedError("refused")
+        _refuse_failure(answer)
+        try:
+            return msgspec.json.decode(answer.content, type=_Tokenized).tokens
+        except msgspec.DecodeError as error:
+            raise EngineCallError("bad_answer") from error
+
+    async def _call(
+        self,
+        method: str,
+        instance: InstanceId,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+    ) -> httpx.Response:
+        headers = {"content-type": "application/json"} if body is not None else {}
+        if key := self._api_keys.get(instance):
+            headers["authorization"] = f"Bearer {key}"
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            return await self._http.request(
+                method, f"{instance}{path}", headers=headers, content=content
+            )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EngineCallError("engine_unreachable") from error
+        except httpx.TimeoutException as error:
+            raise EngineCallError("probe_timeout") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise EngineCallError("connection_failed") from error
+
+
+def _refuse_failure(answer: httpx.Response) -> None:
+    if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+        raise EngineCallError("unauthorized")
+    if not answer.is_success:
+        raise EngineCallError(f"http_{answer.status_code}")

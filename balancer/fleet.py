@@ -1,0 +1,207 @@
+"""Watches the instances and keeps the fleet snapshot that routing reads.
+
+Each instance is probed by a task of its own, so that a slow one delays nobody. The first probes
+start at once. A snapshot is replaced whole whenever something in it changes.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import structlog
+
+from balancer.core.control_settings import InstanceSettings, ProbeSettings
+from balancer.core.fleet import Fleet, Instance
+from balancer.core.probe_state import ProbeAnswer, ProbeOutcome, ProbeState, ProbeThresholds
+from indexer.core.model_cards import ServedModels
+from indexer.core.types import InstanceId
+
+FIRST_INTERVAL_S = 0.25
+"""Pause between probes of an instance that has not been healthy yet: it may be starting."""
+WARM_UP_PROBES = 40
+"""So many of them, then the usual interval."""
+
+logger = structlog.stdlib.get_logger(__name__)
+
+
+class Prober(Protocol):
+    """Asks one instance how it is. Never raises for what the instance does."""
+
+    async def probe(self, instance: InstanceId) -> ProbeAnswer: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched:
+    """One instance under watch; the only mutable state here."""
+
+    settings: InstanceSettings
+    state: ProbeState = field(default_factory=ProbeState)
+    models: ServedModels | None = None
+    probes: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    started: bool = False
+
+    def instance(self) -> Instance:
+        return replace(
+            self.settings.instance(),
+            models=self.models,
+            healthy=self.state.healthy,
+            draining=self.state.draining,
+            unhealthy_reason=self.state.reason,
+        )
+
+
+class FleetKeeper:
+    """Owner of the fleet snapshot. Lives on one event loop."""
+
+    def __init__(
+        self,
+        instances: Iterable[InstanceSettings],
+        *,
+        prober: Prober,
+        settings: ProbeSettings,
+        on_change: Callable[[Fleet], None] | None = None,
+    ) -> None:
+        """`on_change` is called with each new snapshot, on the loop; it must not block."""
+        self._prober = prober
+        self._settings = settings
+        self._thresholds = ProbeThresholds(
+            unhealthy_after=settings.unhealthy_after, healthy_after=settings.healthy_after
+        )
+        self._on_change = on_change
+        self._watched = {each.id: _Watched(settings=each) for each in instances}
+        self._fleet = self._build()
+        self._changed = asyncio.Event()
+        self._members_changed = asyncio.Event()
+
+    def snapshot(self) -> Fleet:
+        """Return the fleet as it is believed to be now."""
+        return self._fleet
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._members_changed.clear()
+                for each in self._watched.values():
+                    if not each.started:
+                        each.started = True
+                        group.create_task(self._watch(each))
+                await self._members_changed.wait()
+
+    async def first_round(self) -> None:
+        """Return once every instance has been probed at least once. Needs `run`."""
+        await self.wait_for(lambda _: all(each.probes for each in self._watched.values()))
+
+    async def wait_for(self, condition: Callable[[Fleet], bool]) -> Fleet:
+        """Return the first snapshot for which `condition` holds."""
+        while not condition(self._fleet):
+            self._changed.clear()
+            await self._changed.wait()
+        return self._fleet
+
+    def report(self, instance: InstanceId, ok: bool, reason: str | None) -> None:
+        """A leg ended: `reason` is the code of the error that ended it. Cheap if it went well."""
+        watched = self._watched.get(instance)
+        if watched is None:
+            return
+        state = watched.state.after_leg(ok, reason, self._thresholds)
+        if state is watched.state:
+            return
+        lost = watched.state.healthy and not state.healthy
+        self._settle(watched, state, watched.models)
+        if lost:
+            watched.wake.set()  # look at once: it may be back already
+
+    def set_instances(self, instances: Iterable[InstanceSettings]) -> None:
+        """Replace the fleet's members. Those whose settings stay keep what is known of them."""
+        wanted = {each.id: each for each in instances}
+        for instance, watched in list(self._watched.items()):
+            if wanted.get(instance) != watched.settings:
+                watched.wake.set()
+                del self._watched[instance]
+        for instance, settings in wanted.items():
+            self._watched.setdefault(instance, _Watched(settings=settings))
+        self._publish()
+        self._members_changed.set()
+
+    async def _watch(self, watched: _Watched) -> None:
+        """Probe one instance until it is removed."""
+        while self._is_member(watched):
+            watched.wake.clear()
+            answer = await self._probe(watched.settings.id)
+            if not self._is_member(watched):
+                return
+            state = watched.state.after_probe(answer.outcome, answer.reason, self._thresholds)
+            watched.probes += 1
+            self._settle(watched, state, _newer(watched.models, answer.models))
+            try:
+                async with asyncio.timeout(self._pause_s(watched)):
+                    await watched.wake.wait()
+            except TimeoutError:
+                continue
+
+    def _is_member(self, watched: _Watched) -> bool:
+        """False once it was removed, or replaced under the same address."""
+        return self._watched.get(watched.settings.id) is watched
+
+    async def _probe(self, instance: InstanceId) -> ProbeAnswer:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return await self._prober.probe(instance)
+        except TimeoutError:
+            return ProbeAnswer(outcome=ProbeOutcome.FAILED, reason="probe_timeout")
+
+    def _pause_s(self, watched: _Watched) -> float:
+        usual = self._settings.interval_s
+        starting = not watched.state.ever_healthy and watched.probes < WARM_UP_PROBES
+        return min(FIRST_INTERVAL_S, usual) if starting else usual
+
+    def _settle(self, watched: _Watched, state: ProbeState, models: ServedModels | None) -> None:
+        before = watched.state
+        watched.state, watched.models = state, models
+        if (before.healthy, before.draining, before.reason) != (
+            state.healthy,
+            state.draining,
+            state.reason,
+        ):
+            logger.info(
+                "instance_changed",
+                instance=watched.settings.name,
+                healthy=state.healthy,
+                draining=state.draining,
+                reason=state.reason,
+            )
+        self._publish()
+
+    def _publish(self) -> None:
+        fleet = self._build()
+        self._changed.set()
+        if fleet == self._fleet:
+            return
+        self._fleet = fleet
+        if self._on_change is not None:
+            self._on_change(fleet)
+
+    def _build(self) -> Fleet:
+        return Fleet(instances=tuple(each.instance() for each in self._watched.values()))
+
+
+def _newer(known: ServedModels | None, seen: ServedModels | None) -> ServedModels | None:
+    """Models of an instance after a probe.
+
+    What it served when last seen stays known: it tells "all its instances are down" from
+    "unknown model". An answer that says nothing new changes nothing (cards hold the call's time).
+    """
+    if seen is None or (known is not None and _lasting(known) == _lasting(seen)):
+        return known
+    return seen
+
+
+def _lasting(models: ServedModels) -> list[dict[str, Any]]:
+    volatile = {"created", "permission"}
+    return [
+        {name: value for name, value in card.items() if name not in volatile}
+        for card in models.cards
+    ]

@@ -1,0 +1,249 @@
+"""Prometheus metrics of the read path: what each answers is in its help text.
+
+Rules:
+
+1. Hit rates are three pairs of token counters, never a gauge: a dashboard divides rates.
+2. Labels are bounded: models the fleet doesn't know, unknown paths and reasons share one value;
+   series of an instance that left the fleet disappear with it.
+3. Everything is written from a finished `RequestRecord`, so a probe or an explain counts nothing.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from balancer.core.fleet import Fleet
+from balancer.core.load import LoadLedger
+from balancer.core.record import LegRecord, RequestRecord
+
+OTHER = "other"
+"""Label of everything that isn't known."""
+
+SHORT_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1)
+LONG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Paths with a label of their own; other engine paths share one."""
+
+
+class BalancerMetrics:
+    """Every metric of the balancer, in the registry it is given."""
+
+    def __init__(
+        self, registry: CollectorRegistry, fleet: Callable[[], Fleet], ledger: LoadLedger
+    ) -> None:
+        self._fleet = fleet
+        self._seen_first_byte: set[tuple[str, str]] = set()
+        self._seen_legs: set[tuple[str, str, str]] = set()
+        self._define(registry)
+        self._define_tokens(registry)
+        registry.register(FleetCollector(fleet, ledger))
+
+    def _define(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "kvlb_requests_total",
+            "Requests answered, by status class and outcome (ok, or the code of the error).",
+            ("model", "path", "status", "outcome"),
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "kvlb_request_duration_seconds",
+            "From arrival to last byte.",
+            ("model", "path"),
+            buckets=LONG_BUCKETS,
+            registry=registry,
+        )
+        self._request_first_byte = Histogram(
+            "kvlb_request_time_to_first_token_seconds",
+            "From a streamed request's arrival to the first byte of its answer: both legs.",
+            ("model",),
+            buckets=LONG_BUCKETS,
+            registry=registry,
+        )
+        self._first_byte = Histogram(
+            "kvlb_time_to_first_token_seconds",
+            "From sending a leg to its first token, where it can be seen (streams, prefill legs).",
+            ("leg", "instance"),
+            buckets=LONG_BUCKETS,
+            registry=registry,
+        )
+        self._legs = Counter(
+            "kvlb_legs_total",
+            "Attempts at a leg, by how they ended (ok, or the code of the error).",
+            ("leg", "instance", "outcome"),
+            registry=registry,
+        )
+        self._prefill_legs = Counter(
+            "kvlb_prefill_legs_total",
+            "Decisions about the prefill leg: run, skipped or failed, and why.",
+            ("outcome", "reason"),
+            registry=registry,
+        )
+        self._lookups = Counter(
+            "kvlb_index_lookups_total",
+            "Lookups in the index: ok, timeout, failed, skipped.",
+            ("outcome",),
+            registry=registry,
+        )
+        self._lookup_seconds = Histogram(
+            "kvlb_index_lookup_seconds",
+            "Time a request waited for the index.",
+            buckets=SHORT_BUCKETS,
+            registry=registry,
+        )
+
+    def _define_tokens(self, registry: CollectorRegistry) -> None:
+        def tokens(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(name, help_, labels, registry=registry)
+
+        self._prompt = tokens("kvlb_prompt_tokens_total", "Tokens of scored prompts.", "model")
+        self._available = tokens(
+            "kvlb_overlap_available_tokens_total",
+            "Of scored prompts, tokens that the best candidate held.",
+            "model",
+        )
+        self._chosen = tokens(
+            "kvlb_overlap_chosen_tokens_total",
+            "Of scored prompts, tokens that the chosen rank held.",
+            "model",
+        )
+        self._cached = tokens(
+            "kvlb_cached_tokens_total",
+            "Prompt tokens that engines reported as cached, where they reported it.",
+            "model",
+            "leg",
+        )
+        self._cached_of = tokens(
+            "kvlb_cached_tokens_known_prompt_tokens_total",
+            "Prompt tokens of the legs whose cached tokens are known: the ratio's denominator.",
+            "model",
+            "leg",
+        )
+        self._completion = tokens(
+            "kvlb_completion_tokens_total", "Tokens generated, as engines reported.", "model"
+        )
+        self._tokenize = tokens(
+            "kvlb_tokenize_total",
+            "Where the tokens of prompts came from, or why there are none.",
+            "source",
+            "outcome",
+        )
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count one finished request."""
+        model = self._model_label(record)
+        path = record.path if record.path in PATHS else OTHER
+        status = f"{record.status // 100}xx" if record.status else "none"
+        self._requests.labels(model, path, status, record.error or "ok").inc()
+        if record.ended_s is not None:
+            self._duration.labels(model, path).observe(record.ended_s - record.arrived_s)
+        if record.stream and record.first_byte_s is not None:
+            self._request_first_byte.labels(model).observe(record.first_byte_s - record.arrived_s)
+        if record.prompt_source != "none" or record.unscorable is not None:
+            self._tokenize.labels(record.prompt_source, record.unscorable or "ok").inc()
+        self._observe_decision(record)
+        self._observe_overlap(record, model)
+        for leg in record.legs:
+            self._observe_leg(leg, model, stream=record.stream)
+
+    def on_lookup(self, outcome: str, seconds: float) -> None:
+        """Count one lookup in the index."""
+        self._lookups.labels(outcome).inc()
+        if outcome != "skipped":
+            self._lookup_seconds.observe(seconds)
+
+    def forget_absent(self, fleet: Fleet) -> None:
+        """Drop the series of instances that are not in `fleet` any more."""
+        known = {each.alias for each in fleet.instances} | {OTHER}
+        for first_byte in [each for each in self._seen_first_byte if each[1] not in known]:
+            self._first_byte.remove(*first_byte)
+            self._seen_first_byte.discard(first_byte)
+        for leg in [each for each in self._seen_legs if each[1] not in known]:
+            self._legs.remove(*leg)
+            self._seen_legs.discard(leg)
+
+    def _model_label(self, record: RequestRecord) -> str:
+        """Only names that the fleet lists: clients can send any."""
+        for instance in self._fleet().serving(record.model):
+            if instance.models is not None:
+                return (
+                    record.model
+                    if record.model in instance.models.adapters
+                    else (instance.models.base)
+                )
+        return OTHER
+
+    def _observe_decision(self, record: RequestRecord) -> None:
+        plan = record.plan
+        if plan is None:
+            return
+        if record.prefill_leg is not None:
+            outcome = "run"
+        elif any(leg.kind == "prefill" for leg in record.legs):
+            outcome = "failed"
+        else:
+            outcome = "skipped"
+        self._prefill_legs.labels(outcome, plan.reason.value).inc()
+
+    def _observe_overlap(self, record: RequestRecord, model: str) -> None:
+        if record.prompt_tokens is None or record.chosen_tokens is None:
+            return
+        self._prompt.labels(model).inc(record.prompt_tokens)
+        self._available.labels(model).inc(record.available_tokens or 0)
+        self._chosen.labels(model).inc(record.chosen_tokens)
+
+    def _observe_leg(self, leg: LegRecord, model: str, *, stream: bool) -> None:
+        known = any(each.alias == leg.alias for each in self._fleet().instances)
+        alias = leg.alias if known else OTHER  # it left while the leg ran
+        ended = (leg.kind, alias, leg.error or "ok")
+        self._seen_legs.add(ended)
+        self._legs.labels(*ended).inc()
+        # Only a stream, or a prefill leg, shows when the first token was there.
+        if leg.first_byte_s is not None and (stream or leg.kind == "prefill"):
+            self._seen_first_byte.add((leg.kind, alias))
+            self._first_byte.labels(leg.kind, alias).observe(leg.first_byte_s - leg.started_s)
+        if leg.cached_tokens is not None and leg.prompt_tokens is not None:
+            self._cached.labels(model, leg.kind).inc(leg.cached_tokens)
+            self._cached_of.labels(model, leg.kind).inc(leg.prompt_tokens)
+        if leg.kind == "decode" and leg.completion_tokens is not None:
+            self._completion.labels(model).inc(leg.completion_tokens)
+
+
+class FleetCollector(Collector):
+    """Gauges read from the fleet and the ledger when scraped, so nothing has to leave them."""
+
+    def __init__(self, fleet: Callable[[], Fleet], ledger: LoadLedger) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+
+    def describe(self) -> Iterable[Metric]:
+        """Name them without a scrape, so that registering asks nothing of the fleet."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Read every gauge."""
+        by_instance = ("instance", "role")
+        by_rank = ("instance", "rank")
+        healthy = GaugeMetricFamily(
+            "kvlb_instance_healthy", "1 if probes find it healthy.", labels=by_instance
+        )
+        available = GaugeMetricFamily(
+            "kvlb_instance_available", "1 if it may get new requests.", labels=by_instance
+        )
+        in_flight = GaugeMetricFamily("kvlb_instance_in_flight", "Legs in flight.", labels=by_rank)
+        queued = GaugeMetricFamily(
+            "kvlb_instance_queued_tokens",
+            "Uncached prompt tokens of legs without a first token.",
+            labels=by_rank,
+        )
+        for instance in self._fleet().instances:
+            labels = (instance.alias, instance.role.value)
+            healthy.add_metric(labels, float(instance.healthy))
+            available.add_metric(labels, float(instance.is_available))
+            for rank in instance.rank_ids():
+                load = self._ledger.load(rank)
+                in_flight.add_metric((instance.alias, str(rank.rank)), load.requests)
+                queued.add_metric((instance.alias, str(rank.rank)), load.queued_tokens)
+        yield from (healthy, available, in_flight, queued)

@@ -1,0 +1,295 @@
+"""`Router`: asks the index within its deadline, plans, and books before anyone else can plan.
+
+Rules:
+
+1. Cache knowledge is advice. An index that is slow or fails costs the overlap, never the request.
+2. Choice and booking happen in one step of the event loop: the next decision sees them.
+3. A `Route` holds what was booked until its `with` block ends; an exception that leaves the block
+   withdraws the predicted blocks of every leg that still runs.
+4. Candidates come from the fleet snapshot alone. Ranks that the index knows and the fleet doesn't
+   are ignored and counted.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from balancer.core.candidates import (
+    CandidateSource,
+    Pool,
+    PromptMatches,
+    find_pool,
+    request_shape,
+)
+from balancer.core.cost import RequestShape, TieBreak, uncached_tokens
+from balancer.core.errors import PrefillFailedError
+from balancer.core.fleet import Fleet
+from balancer.core.load import LegGuard, LegWork, LoadLedger
+from balancer.core.plan import Choice, RoutePlan
+from balancer.core.planner import Planner
+from balancer.core.policies import Policy, seeded_draw
+from balancer.core.prefill_policy import SplitFacts, is_splittable
+from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.routing_settings import PdSettings, RoutingSettings
+from indexer.core.index import BlockIndex, PrefixMatch, Prompt
+from indexer.core.types import RankId, Trust
+
+logger = structlog.get_logger(__name__)
+
+EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """A request with everything its decision reads, kept for a second prefill leg."""
+
+    request: GenerateRequest
+    prompt: PromptView
+    matches: PromptMatches
+    shape: RequestShape
+    settings: RoutingSettings
+
+    def facts(self, pool: Pool, *, prefill_failed: bool, prefill_full: bool) -> SplitFacts:
+        block_sizes = [
+            self.matches.block_size(rank)
+            for instance in (*pool.prefill, *pool.answering)
+            for rank in instance.rank_ids()
+        ]
+        return SplitFacts(
+            prompt_tokens=self.shape.prompt_tokens,
+            scored=bool(self.prompt.prompts),
+            splittable=is_splittable(self.request.body, len(self.prompt.prompts)),
+            block_size=max(block_sizes),
+            prefill_failed=prefill_failed,
+            prefill_expected=pool.prefill_expected,
+            prefill_full=prefill_full,
+        )
+
+    def leg(self, choice: Choice, kind: str) -> LegWork:
+        """What booking `choice` means for its rank."""
+        candidate = choice.candidate
+        is_confirmed = candidate.trust in EVENTS_TELL
+        believed_s = self.settings.confirm_s if is_confirmed else self.settings.predicted_ttl_s
+        return LegWork(
+            rank=candidate.rank,
+            kind=kind,
+            prompt_tokens=self.shape.prompt_tokens,
+            uncached_tokens=uncached_tokens(self.shape, candidate),
+            work_s=choice.terms.get("work", 0.0),
+            keys=self.matches.keys(candidate.rank),
+            streamed=kind == "prefill" or self.request.stream,
+            believed_s=believed_s,
+        )
+
+
+class Route:
+    """A plan and its bookings. Use as a context manager that lives as long as the request."""
+
+    def __init__(self, question: _Question, plan: RoutePlan, ledger: LoadLedger) -> None:
+        self._question = question
+        self._ledger = ledger
+        self.plan = plan
+        self.prefill_attempts = 0
+        self.prefill_guard: LegGuard | None = None
+        if plan.prefill:
+            self._hold_prefill(plan.prefill)
+        kind = "decode" if plan.prefill else "whole"
+        self.decode_guard: LegGuard = ledger.hold(question.leg(plan.decode, kind))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.decode_guard.__exit__(kind, error, traceback)
+        if self.prefill_guard:
+            self.prefill_guard.__exit__(kind, error, traceback)
+
+    def _drop_prefill(self, failed: BaseException) -> None:
+        if self.prefill_guard:
+            self.prefill_guard.__exit__(type(failed), failed, failed.__traceback__)
+
+    def _hold_prefill(self, choice: Choice) -> None:
+        self.prefill_attempts += 1
+        self.prefill_guard = self._ledger.hold(self._question.leg(choice, "prefill"))
+
+
+class Router:
+    """Decides for every request of a process."""
+
+    def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
+        self,
+        *,
+        index: BlockIndex,
+        ledger: LoadLedger,
+        policy: Policy,
+        settings: RoutingSettings,
+        random: Callable[[], float],
+        clock: Callable[[], float],
+        pd: PdSettings | None = None,
+        on_lookup: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """`on_lookup` is told the outcome (ok, timeout, failed, skipped) and its seconds."""
+        self._index = index
+        self._ledger = ledger
+        self._policy = policy
+        self._settings = settings
+        self._pd = pd or PdSettings()
+        self._planner = Planner(policy=policy, pd=self._pd)
+        self._random = random
+        self._clock = clock
+        self._on_lookup = on_lookup
+        self._block_sizes: dict[RankId, int] = {}
+        self._index_answered = True
+        self.unknown_ranks = 0
+        """Ranks in the index's answers that the fleet doesn't have, summed over lookups."""
+
+    async def route(
+        self,
+        fleet: Fleet,
+        request: GenerateRequest,
+        prompt: PromptView,
+        *,
+        exclude: frozenset[RankId] = frozenset(),
+        prefill_failed: bool = False,
+    ) -> Route:
+        """Choose and book. `exclude`: ranks that already failed this request.
+
+        `prefill_failed` asks for a plan without a prefill leg, after all attempts at one. Raises
+        ModelNotFoundError, NoInstanceError, OverloadedError or PrefillFailedError.
+        """
+        if prefill_failed and not self._pd.allow_local_on_failure:
+            raise PrefillFailedError("prefill failed, and decode instances may not stand in")
+        question = await self._ask(fleet, request, prompt)
+        plan = self._plan(fleet, question, exclude, prefill_failed=prefill_failed)
+        self._policy.chosen(plan.decode.candidate.rank)
+        if plan.prefill:
+            self._policy.chosen(plan.prefill.candidate.rank)
+        return Route(question, plan, self._ledger)
+
+    async def explain(
+        self, fleet: Fleet, request: GenerateRequest, prompt: PromptView
+    ) -> RoutePlan:
+        """The plan `route` would make now. Books nothing."""
+        question = await self._ask(fleet, request, prompt)
+        return self._plan(fleet, question, frozenset(), prefill_failed=False)
+
+    def replace_prefill(
+        self,
+        fleet: Fleet,
+        route: Route,
+        failed: BaseException,
+        exclude: frozenset[RankId] = frozenset(),
+    ) -> bool:
+        """The prefill leg of `route` failed: withdraw it and book another rank's.
+
+        `exclude` are ranks that failed before; the one that failed now is excluded anyway. The
+        decode leg stays booked where it is. False if attempts or ranks have run out: then leave
+        the route with the error and ask for `route(prefill_failed=True)`.
+        """
+        route._drop_prefill(failed)  # noqa: SLF001 - two halves of one module
+        question = route._question  # noqa: SLF001
+        if route.plan.prefill is None or route.prefill_attempts >= self._pd.prefill_attempts:
+            return False
+        exclude |= {route.plan.prefill.candidate.rank}
+        pool = find_pool(fleet, question.request.model)
+        sources, _ = self._source(question).load(pool.prefill, exclude)
+        plan = self._planner.replace_prefill(route.plan, question.shape, sources, self._draw())
+        if plan is None or plan.prefill is None:
+            return False
+        route.plan = plan
+        route._hold_prefill(plan.prefill)  # noqa: SLF001
+        self._policy.chosen(plan.prefill.candidate.rank)
+        return True
+
+    async def _ask(self, fleet: Fleet, request: GenerateRequest, prompt: PromptView) -> _Question:
+        by_rank = await self._match(prompt.prompts)
+        self._learn_block_sizes(fleet, by_rank)
+        matches = PromptMatches(
+            prompts=prompt.prompts, by_rank=by_rank, block_sizes=self._block_sizes
+        )
+        return _Question(
+            request=request,
+            prompt=prompt,
+            matches=matches,
+            shape=request_shape(request, prompt, matches, self._settings.session_header),
+            settings=self._settings,
+        )
+
+    def _plan(
+        self,
+        fleet: Fleet,
+        question: _Question,
+        exclude: frozenset[RankId],
+        *,
+        prefill_failed: bool,
+    ) -> RoutePlan:
+        pool = find_pool(fleet, question.request.model)
+        source = self._source(question)
+        decode = source.load_answering(pool.answering, exclude)
+        prefill, some_full = source.load(pool.prefill, exclude)
+        facts = question.facts(
+            pool, prefill_failed=prefill_failed, prefill_full=some_full and not prefill
+        )
+        return self._planner.plan(question.shape, facts, decode, prefill, self._draw())
+
+    def _source(self, question: _Question) -> CandidateSource:
+        return CandidateSource(
+            matches=question.matches,
+            ledger=self._ledger,
+            max_requests_per_rank=self._settings.max_requests_per_rank,
+        )
+
+    def _draw(self) -> TieBreak:
+        return seeded_draw(int(self._random() * 2**53))
+
+    async def _match(self, prompts: tuple[Prompt, ...]) -> tuple[Mapping[RankId, PrefixMatch], ...]:
+        """The index's answers, or none: slow and broken are alike to the request."""
+        if not prompts:
+            self._count_lookup("skipped", 0.0)
+            return ()
+        started_s = self._clock()
+        answers: tuple[Mapping[RankId, PrefixMatch], ...] = ()
+        outcome = "ok"
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                answers = tuple([await self._index.match(prompt) for prompt in prompts])
+        except TimeoutError:
+            outcome = "timeout"
+        except Exception as error:  # noqa: BLE001 - any backend, any fault: route by load, count it
+            outcome = "failed"
+            self._log_failure(error)
+        self._count_lookup(outcome, self._clock() - started_s)
+        self._index_answered = outcome == "ok"
+        return answers
+
+    def _log_failure(self, error: Exception) -> None:
+        if self._index_answered:  # once per outage: the counter has the rest
+            logger.warning("index_lookup_failed", error=type(error).__name__)
+
+    def _count_lookup(self, outcome: str, seconds: float) -> None:
+        if self._on_lookup:
+            self._on_lookup(outcome, seconds)
+
+    def _learn_block_sizes(
+        self, fleet: Fleet, by_rank: tuple[Mapping[RankId, PrefixMatch], ...]
+    ) -> None:
+        """Remember each rank's block size: predictions need it when the index is silent."""
+        if not by_rank:
+            return
+        known = {rank for instance in fleet.instances for rank in instance.rank_ids()}
+        for rank, match in by_rank[0].items():
+            if rank in known:
+                self._block_sizes[rank] = match.block_size
+            else:
+                self.unknown_ranks += 1
+        for rank in self._block_sizes.keys() - known:
+            del self._block_sizes[rank]

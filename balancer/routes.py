@@ -1,0 +1,262 @@
+"""The FastAPI application: what isn't proxied. Model list, health, metrics, status, explain.
+
+`/status` and `/explain` tell addresses and what others asked, so they are open on this machine
+only, and with the admin key from elsewhere. The other routes are for everybody.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+
+from balancer.core.control_settings import AdminSettings
+from balancer.core.decision_log import DecisionLog
+from balancer.core.errors import (
+    BadRequestError,
+    BalancerError,
+    ForbiddenError,
+    MethodNotAllowedError,
+    ModelNotFoundError,
+    PathNotFoundError,
+    UnauthorizedError,
+)
+from balancer.core.explain import render_plan
+from balancer.core.fleet import Fleet
+from balancer.core.fleet_view import RankFacts, merge_models, readiness, render_instance
+from balancer.core.load import LoadLedger
+from balancer.core.model_lookup import find_model
+from balancer.core.openai_errors import render_error
+from balancer.core.request import Endpoint, GenerateRequest
+from balancer.core.rewrite import check_generate_body, decode_body, without_forbidden
+from balancer.router import Router
+from balancer.tokens import PromptReader
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+
+DESCRIPTION = """
+Cache-aware load balancer for vLLM. OpenAI paths (`/v1/chat/completions`, `/v1/completions`, and what
+else the engines serve) are proxied and not listed here.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surface:
+    """What the routes show and use."""
+
+    fleet: Callable[[], Fleet]
+    router: Router
+    reader: PromptReader
+    ledger: LoadLedger
+    registry: CollectorRegistry
+    decisions: DecisionLog
+    admin: AdminSettings
+    summary: Callable[[], Mapping[str, Any]]
+    """Configuration without secrets."""
+    index_status: Callable[[], RankFacts]
+    version: str
+
+
+def create_routes(
+    surface: Surface,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """Build the application."""
+    api = FastAPI(
+        title="kvlb",
+        version=surface.version,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    api.state.is_draining = False
+    api.add_exception_handler(BalancerError, _answer_error)
+    api.add_exception_handler(HTTPException, _answer_http_error)
+    api.add_exception_handler(RequestValidationError, _answer_invalid)
+    _add_model_routes(api, surface)
+    _add_process_routes(api, surface)
+    _add_operator_routes(api, surface)
+    return api
+
+
+def _add_model_routes(api: FastAPI, surface: Surface) -> None:
+    @api.get("/v1/models", tags=["public"])
+    async def list_models() -> Response:
+        """Every model and adapter that can be asked for now, each once."""
+        return _json({"object": "list", "data": merge_models(surface.fleet())})
+
+    @api.get("/v1/models/{model:path}", tags=["public"])
+    async def show_model(model: str) -> Response:
+        """One model's card, as its engine gave it."""
+        for card in merge_models(surface.fleet()):
+            if card["id"] == model:
+                return _json(card)
+        raise ModelNotFoundError("no available instance serves this model", param="model")
+
+
+def _add_process_routes(api: FastAPI, surface: Surface) -> None:
+    @api.get("/health", tags=["public"])
+    async def health() -> Response:
+        """200 while the process is alive, whatever the engines do."""
+        return _json({"status": "ok"})
+
+    @api.get("/ready", tags=["public"])
+    async def ready() -> Response:
+        """200 if requests can be routed, else 503 with what keeps instances out."""
+        is_ready, reasons = readiness(surface.fleet())
+        if api.state.is_draining:
+            is_ready, reasons = False, ["this balancer is shutting down"]
+        return _json({"ready": is_ready, "reasons": reasons}, 200 if is_ready else 503)
+
+    @api.get("/metrics", tags=["public"])
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        # On the loop: gauges read the load ledger, which belongs to it.
+        return Response(generate_latest(surface.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
+    guarded = [Depends(_guard(surface.admin))]
+
+    @api.get("/status", tags=["operator"], dependencies=guarded)
+    async def status() -> Response:
+        """Instances with health, models, load and cache knowledge by rank; the settings in use."""
+        fleet = surface.fleet()
+        facts = surface.index_status()
+        is_ready, reasons = readiness(fleet)
+        return _json(
+            {
+                "version": surface.version,
+                "ready": is_ready and not api.state.is_draining,
+                "draining": api.state.is_draining,
+                "reasons": reasons,
+                "instances": [
+                    render_instance(each, surface.ledger, facts) for each in fleet.instances
+                ],
+                "config": surface.summary(),
+            }
+        )
+
+    @api.post("/explain", tags=["operator"], dependencies=guarded, openapi_extra=EXPLAIN_BODY)
+    async def explain(request: Request, path: str = Endpoint.CHAT.value) -> Response:
+        """What would be done with a request, and why. Nothing is sent, booked or counted.
+
+        The body is the OpenAI body itself (`?path=` names the endpoint), or
+        `{"path": ..., "body": {...}}`.
+        """
+        fleet = surface.fleet()
+        asked = read_explain_request(await request.body(), path, fleet)
+        prompt = await surface.reader.read(fleet, asked)
+        plan = await surface.router.explain(fleet, asked, prompt)
+        return _json({"model": asked.model, **render_plan(plan, prompt)})
+
+    @api.get("/explain/recent", tags=["operator"], dependencies=guarded)
+    async def recent(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Response:
+        """The last decisions with what was predicted and what the engines delivered."""
+        return _json({"decisions": surface.decisions.latest(limit)})
+
+
+EXPLAIN_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {"type": "object"},
+                "example": {
+                    "path": Endpoint.COMPLETIONS.value,
+                    "body": {"model": "my-model", "prompt": "Once upon a time"},
+                },
+            }
+        },
+    }
+}
+
+
+def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRequest:
+    """Read what `/explain` is asked. Raises RequestError or NoInstanceError."""
+    body = decode_body(raw_body)
+    if isinstance(body.get("body"), dict):
+        path, body = body.get("path", path), body["body"]
+    if path not in tuple(Endpoint):
+        valid = " or ".join(each.value for each in Endpoint)
+        raise BadRequestError(f"`path` must be {valid}", param="path")
+    check_generate_body(Endpoint(path), body)
+    body = without_forbidden(body)
+    meant = find_model(fleet, body.get("model"))
+    return GenerateRequest(
+        request_id="explain",
+        endpoint=Endpoint(path),
+        body=body,
+        raw_body=raw_body,
+        headers=(),
+        model=meant.model,
+        base_model=meant.base_model,
+        lora=meant.lora,
+    )
+
+
+def _guard(admin: AdminSettings) -> Callable[[Request], Awaitable[None]]:
+    """Let operators in: on this machine, or with the admin key."""
+    key = admin.api_key.reveal().encode() if admin.api_key else None
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("x-api-key")
+        if given is None and _is_local(request):
+            return
+        if key is None:
+            raise ForbiddenError("open on this machine only; set `admin.api_key` to allow more")
+        if given is None or not secrets.compare_digest(given.encode(), key):
+            raise UnauthorizedError("`X-API-Key` is missing or wrong")
+
+    return check
+
+
+def _is_local(request: Request) -> bool:
+    """Is the client itself on this machine? A proxy on this machine doesn't make it so."""
+    if request.client is None or any(name in request.headers for name in FORWARDED):
+        return False
+    try:
+        address = ip_address(request.client.host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, BalancerError):
+        raise error
+    rendered = render_error(error, path=request.url.path)
+    headers = {name.decode(): value.decode() for name, value in rendered.headers}
+    return Response(rendered.body, rendered.status, headers)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, in the same shape as every other error."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 405:
+        allow = (error.headers or {}).get("allow") if isinstance(error, HTTPException) else None
+        return await _answer_error(
+            request, MethodNotAllowedError("this path does not take this method", allow=allow)
+        )
+    return await _answer_error(request, PathNotFoundError("there is no such path"))
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """Refuse a query parameter of the wrong type or out of range."""
+    first = error.errors()[0] if isinstance(error, RequestValidationError) else {}
+    name = str((first.get("loc") or ("", "?"))[-1])
+    message = f"`{name}`: {first.get('msg', 'invalid')}"
+    return await _answer_error(request, BadRequestError(message, param=name))

@@ -1,0 +1,122 @@
+"""Serves the balancer with uvicorn: one socket, one drain, no signal magic of its own.
+
+Whoever starts it owns the event loop and the signals, so that the balancer, the indexer and
+simulated engines can share one process.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import structlog
+import uvicorn
+
+from balancer.app import App
+
+BACKLOG = 4096
+CLIENT_KEEP_ALIVE_S = 75
+"""Above the idle limits of common clients, so that they close idle connections, not we."""
+
+logger = structlog.stdlib.get_logger(__name__)
+
+
+class ListenError(Exception):
+    """The address can't be listened on. The message names it."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to its owner, and says when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepts = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepts.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    app: App,
+    *,
+    host: str,
+    port: int,
+    drain_s: float,
+    stop: asyncio.Event,
+    on_listening: Callable[[int], None] | None = None,
+) -> None:
+    """Serve until `stop` is set, then let running answers finish for up to `drain_s`.
+
+    `port` 0 takes any free one; `on_listening` gets the port once connections are accepted.
+    Raises ListenError.
+    """
+    listener = _listen(host, port)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=CLIENT_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+        )
+    )
+    with listener:
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(_watch(server, app, stop, listener, on_listening))
+            await server.serve(sockets=[listener])
+            watcher.cancel()
+
+
+async def _watch(
+    server: _Server,
+    app: App,
+    stop: asyncio.Event,
+    listener: socket.socket,
+    on_listening: Callable[[int], None] | None,
+) -> None:
+    """Tell when the server is up, and ask it to leave when `stop` is set."""
+    await server.accepts.wait()
+    if on_listening is not None:
+        on_listening(listener.getsockname()[1])
+    await stop.wait()
+    logger.info("draining_started")
+    app.start_draining()
+    server.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ListenError(f"can't listen on {host} port {port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
+    """Set `stop` on SIGTERM or SIGINT while the block runs. Needs the running loop."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for each in signals:
+        loop.add_signal_handler(each, stop.set)
+    try:
+        yield
+    finally:
+        for each in signals:
+            loop.remove_signal_handler(each)

@@ -1,0 +1,189 @@
+"""From a request to the tokens its engine will see, within a deadline, or a reason why not.
+
+Ids are used as they are. Text and chat go to the model's own tokenizer in threads, or to an
+engine's `/tokenize`; either way they are remembered, so that a repeated prompt is free. Whatever
+goes wrong here costs cache knowledge, never a request.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from balancer.core.breaker import Breaker
+from balancer.core.control_errors import EngineCallError, TokenizeRefusedError
+from balancer.core.control_settings import TokensSettings
+from balancer.core.fleet import Fleet
+from balancer.core.prompt_shape import (
+    ChatShape,
+    IdsShape,
+    TextShape,
+    Unscorable,
+    UnscorableError,
+    check_text_length,
+    shape_digest,
+    shape_prompt,
+    tokenize_bodies,
+    truncate_ids,
+)
+from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.token_cache import Tokens
+from balancer.token_pool import TokenPool
+from indexer.core.hashing import Namespace
+from indexer.core.index import Prompt
+from indexer.core.types import InstanceId
+
+MAX_ENGINE_PROMPTS = 4
+"""A list of more texts than this is not worth as many calls to an engine."""
+
+ENGINE_MAY_KNOW = frozenset(
+    {Unscorable.NO_TOKENIZER, Unscorable.TOKENIZER_FAILED, Unscorable.UNSUPPORTED_FIELD}
+)
+"""What the local tokenizer can't do and an engine perhaps can."""
+
+
+class EngineTokenizer(Protocol):
+    """Asks one instance for the ids of a prompt."""
+
+    async def tokenize(self, instance: InstanceId, body: Mapping[str, Any]) -> Sequence[int]:
+        """Raises TokenizeRefusedError if the prompt is at fault, else EngineCallError."""
+        ...
+
+
+class PromptReader:
+    """Finds the tokens of a request, from whichever source knows them."""
+
+    def __init__(
+        self,
+        *,
+        settings: TokensSettings,
+        pool: TokenPool,
+        engine: EngineTokenizer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`engine` None: engines are never asked. `clock` is monotonic."""
+        self._deadline_s = settings.deadline_s
+        self._pool = pool
+        self._engine = (
+            EngineTokens(settings, engine, clock) if engine and settings.engine_fallback else None
+        )
+
+    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
+        """Find the request's tokens. Never raises for what the request or an engine does."""
+        try:
+            shape = shape_prompt(request)
+            if isinstance(shape, IdsShape):
+                ids = [truncate_ids(each, shape.truncation) for each in shape.prompts]
+                return PromptView(prompts=_prompts(request, ids), source="ids")
+            tokens, source = await self._tokenize(fleet, request, shape)
+            return PromptView(prompts=_prompts(request, tokens), source=source)
+        except UnscorableError as error:
+            return PromptView(unscorable=error.reason.value)
+
+    async def _tokenize(
+        self, fleet: Fleet, request: GenerateRequest, shape: TextShape | ChatShape
+    ) -> tuple[Tokens, str]:
+        key = shape_digest(shape, request.model)
+        remembered = self._pool.recall(key)
+        if remembered is not None:
+            return remembered, "cache"
+        ends_s = asyncio.get_running_loop().time() + self._deadline_s
+        try:
+            async with asyncio.timeout_at(ends_s):
+                return await self._pool.encode(request.base_model, shape, key), "local"
+        except TimeoutError as error:
+            raise UnscorableError(Unscorable.TIMEOUT) from error
+        except UnscorableError as error:
+            if error.reason not in ENGINE_MAY_KNOW or self._engine is None:
+                raise
+        tokens = await self._engine.encode(fleet, request, shape, ends_s)
+        self._pool.remember(key, tokens)
+        return tokens, "engine"
+
+
+def _prompts(request: GenerateRequest, ids: Sequence[Sequence[int]]) -> tuple[Prompt, ...]:
+    namespace = Namespace(
+        model=request.base_model, lora=request.lora, cache_salt=request.cache_salt
+    )
+    try:
+        return tuple(Prompt(namespace, each) for each in ids)
+    except (OverflowError, TypeError) as error:
+        raise UnscorableError(Unscorable.BAD_TOKENS) from error
+
+
+class EngineTokens:
+    """Tokens from the engines' `/tokenize`: bounded, with a breaker per instance."""
+
+    def __init__(
+        self, settings: TokensSettings, engine: EngineTokenizer, clock: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._clock = clock
+        self._breakers: dict[InstanceId, Breaker] = {}
+        self._calls = 0
+        self._turn = 0
+
+    async def encode(
+        self, fleet: Fleet, request: GenerateRequest, shape: TextShape | ChatShape, ends_s: float
+    ) -> Tokens:
+        """Ask one instance after the other until the loop's time is `ends_s`."""
+        bodies = tokenize_bodies(shape, request.model)
+        if len(bodies) > MAX_ENGINE_PROMPTS:
+            raise UnscorableError(Unscorable.NO_TOKENIZER)
+        if self._calls >= self._settings.engine_concurrency:
+            raise UnscorableError(Unscorable.BUSY)
+        self._calls += 1
+        try:
+            for instance in self._willing(fleet, request.model):
+                tokens = await self._ask(instance, bodies, ends_s)
+                if tokens is not None:
+                    for each in tokens:
+                        check_text_length(len(each), shape.truncation)
+                    return tokens
+        finally:
+            self._calls -= 1
+        raise UnscorableError(Unscorable.NO_TOKENIZER)
+
+    def _willing(self, fleet: Fleet, model: str) -> Iterator[InstanceId]:
+        """Instances that may be asked, each time another one first."""
+        serving = [each.id for each in fleet.serving(model) if each.is_available]
+        self._turn += 1
+        self._forget_strangers(fleet)
+        for number in range(len(serving)):
+            instance = serving[(self._turn + number) % len(serving)]
+            if self._breaker(instance).allows(self._clock()):
+                yield instance
+
+    async def _ask(
+        self, instance: InstanceId, bodies: Sequence[Mapping[str, Any]], ends_s: float
+    ) -> Tokens | None:
+        """Tokens, or None if another instance should be asked."""
+        breaker = self._breaker(instance)
+        try:
+            async with asyncio.timeout_at(ends_s):
+                ids = [await self._engine.tokenize(instance, body) for body in bodies]
+            tokens = tuple(array("I", each) for each in ids)
+        except TokenizeRefusedError as error:
+            breaker.succeeded()
+            raise UnscorableError(Unscorable.REFUSED) from error
+        except TimeoutError as error:
+            breaker.failed(self._clock())
+            raise UnscorableError(Unscorable.TIMEOUT) from error
+        except (EngineCallError, OverflowError):
+            breaker.failed(self._clock())
+            return None
+        breaker.succeeded()
+        return tokens
+
+    def _breaker(self, instance: InstanceId) -> Breaker:
+        settings = self._settings
+        return self._breakers.setdefault(
+            instance,
+            Breaker(failures=settings.breaker_failures, cool_down_s=settings.breaker_cool_down_s),
+        )
+
+    def _forget_strangers(self, fleet: Fleet) -> None:
+        if len(self._breakers) > len(fleet.instances):
+            known = {each.id for each in fleet.instances}
+            self._breakers = {key: each for key, each in self._breakers.items() if key in known}

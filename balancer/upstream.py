@@ -1,0 +1,216 @@
+"""The client side of the proxied paths: connections to engines, kept and reused.
+
+Rules:
+
+1. Idle connections are dropped before the engine drops them (vLLM: 5 s). The race that remains is
+   met by one repetition on a new connection, if the reused one died before any answer byte.
+2. Limits: connecting, first byte, silence. No total limit: agent turns may take an hour.
+3. Proxies of the environment are ignored on purpose: engines are neighbours.
+4. Every foreign error becomes one of `balancer.core.errors`, without the engine's address.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from balancer.connection import Connection, UpstreamAnswer
+from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineUnreachableError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """Where a base URL leads."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+    host_header: bytes
+
+
+class _Pool:
+    """Connections to one origin."""
+
+    __slots__ = ("idle", "is_sweeping", "origin", "used")
+
+    def __init__(self, origin: _Origin) -> None:
+        self.origin = origin
+        self.idle: list[Connection] = []
+        self.used: set[Connection] = set()
+        self.is_sweeping = False
+
+
+class Upstream:
+    """HTTP/1.1 to engines. One object per process, bound to its event loop."""
+
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        first_byte_timeout_s: float,
+        idle_timeout_s: float,
+        keep_alive_s: float = 4.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._first_byte_timeout_s = first_byte_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._keep_alive_s = keep_alive_s
+        self._tls = tls
+        self._pools: dict[str, _Pool] = {}
+
+    async def send(
+        self,
+        base_url: str,
+        method: str,
+        target: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+    ) -> UpstreamAnswer:
+        """Send a request, return its answer once status and headers are there.
+
+        `target` is path and query. `host` and `content-length` are added here. Raises EngineError.
+        """
+        pool = self._pools.get(base_url)
+        if pool is None:
+            pool = self._pools[base_url] = _Pool(_read_origin(base_url))
+        head = _write_head(pool.origin, method, target, headers, len(body))
+        reused = self._take_idle(pool)
+        if reused is not None:
+            try:
+                return await self._exchange(pool, reused, method, head, body)
+            except EngineClosedError:
+                pass  # the engine retired the connection just now: it saw no request
+        return await self._exchange(pool, await self._connect(pool), method, head, body)
+
+    def idle_connections(self, base_url: str) -> int:
+        """How many connections wait for reuse."""
+        pool = self._pools.get(base_url)
+        return sum(each.is_open for each in pool.idle) if pool else 0
+
+    async def close(self) -> None:
+        """Break every connection."""
+        for pool in self._pools.values():
+            for connection in [*pool.idle, *pool.used]:
+                connection.abort()
+        self._pools.clear()
+        await asyncio.sleep(0)  # the loop closes the sockets in its next turn
+
+    async def _exchange(
+        self, pool: _Pool, connection: Connection, method: str, head: bytes, body: bytes
+    ) -> UpstreamAnswer:
+        answer = UpstreamAnswer(
+            connection,
+            first_byte_timeout_s=self._first_byte_timeout_s,
+            idle_timeout_s=self._idle_timeout_s,
+        )
+        pool.used.add(connection)
+        try:
+            connection.send(answer, method, head, body)
+            await answer.head()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    async def _connect(self, pool: _Pool) -> Connection:
+        origin = pool.origin
+        loop = asyncio.get_running_loop()
+
+        def make() -> Connection:
+            return Connection(
+                on_reusable=lambda connection: self._keep(pool, connection),
+                on_lost=pool.used.discard,
+            )
+
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                transport, connection = await loop.create_connection(
+                    make,
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls_context() if origin.tls else None,
+                    server_hostname=origin.host if origin.tls else None,
+                )
+        except TimeoutError as error:
+            raise ConnectTimeoutError("the engine did not accept a connection in time") from error
+        except (OSError, UnicodeError) as error:
+            raise EngineUnreachableError("no connection to the engine") from error
+        _tune(transport)
+        return connection
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+    def _take_idle(self, pool: _Pool) -> Connection | None:
+        """Return the connection used last, if any is fit."""
+        oldest_s = asyncio.get_running_loop().time() - self._keep_alive_s
+        while pool.idle:
+            connection = pool.idle.pop()
+            if connection.is_open and connection.idle_since_s > oldest_s:
+                return connection
+            connection.close()
+        return None
+
+    def _keep(self, pool: _Pool, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        pool.used.discard(connection)
+        connection.idle_since_s = loop.time()
+        pool.idle.append(connection)
+        if not pool.is_sweeping:
+            pool.is_sweeping = True
+            loop.call_later(self._keep_alive_s, self._sweep, pool)
+
+    def _sweep(self, pool: _Pool) -> None:
+        """Close what has been idle for too long; oldest first in the list."""
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - self._keep_alive_s
+        fit = [each for each in pool.idle if each.is_open and each.idle_since_s > oldest_s]
+        for connection in set(pool.idle) - set(fit):
+            connection.close()
+        pool.idle[:] = fit
+        pool.is_sweeping = bool(fit)
+        if fit:
+            loop.call_later(fit[0].idle_since_s - oldest_s, self._sweep, pool)
+
+
+def _read_origin(base_url: str) -> _Origin:
+    parts = urlsplit(base_url)
+    tls = parts.scheme == "https"
+    return _Origin(
+        host=parts.hostname or "",
+        port=parts.port or (443 if tls else 80),
+        tls=tls,
+        prefix=parts.path.rstrip("/"),
+        host_header=parts.netloc.rpartition("@")[2].encode("latin-1"),
+    )
+
+
+def _write_head(
+    origin: _Origin,
+    method: str,
+    target: str,
+    headers: Sequence[tuple[bytes, bytes]],
+    body_bytes: int,
+) -> bytes:
+    lines = [
+        f"{method} {origin.prefix}{target} HTTP/1.1".encode("ascii"),
+        b"host: " + origin.host_header,
+    ]
+    if body_bytes or method not in {"GET", "HEAD"}:
+        lines.append(b"content-length: %d" % body_bytes)
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _tune(transport: asyncio.BaseTransport) -> None:
+    raw = transport.get_extra_info("socket")
+    if raw is not None and raw.family in {socket.AF_INET, socket.AF_INET6}:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A vanished host is noticed during a long silent prefill, without a total limit.
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,0 +1,108 @@
+"""The indexer's settings and where its streams come from. Frozen, checked, units in the names."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from indexer.core.endpoints import check_endpoint
+from indexer.core.types import InstanceId, RankId
+
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+Direction = Literal["connect", "bind"]
+
+
+class EngineSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine whose events are followed.
+
+    Whatever is left out is asked of the engine (`/v1/models`, `/kv_event_sources`). What is given
+    is used instead of the engine's answer: a mapped port is known to the operator only.
+    """
+
+    url: str
+    """Its instance id: `http://host:port`."""
+    alias: str | None = None
+    """Its name in metrics; default: the url."""
+    events: str | None = None
+    """Endpoint of `--kv-events-config`. Rank r is found at its port + r."""
+    replay: str | None = None
+    """Replay endpoint of `--kv-events-config`. Rank r is found at its port + r."""
+    direction: Direction = "connect"
+    """`bind`: the engine connects to `events`, which we bind."""
+    topic: str | None = None
+    """With `bind`: tells this engine's messages from others on the same port."""
+    model: str | None = None
+    """Base model."""
+    ranks: PositiveInt | None = None
+    """Data-parallel ranks behind this address."""
+    rank_base: NonNegativeInt = 0
+    """Global number of its first rank."""
+    api_key: str | None = None
+    """The engine's `--api-key`."""
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.events, self.replay):
+            if endpoint is not None:
+                check_endpoint(endpoint)
+
+    def __repr__(self) -> str:
+        """The key stays out of logs."""
+        return f"EngineSource({self.url!r}, events={self.events!r}, replay={self.replay!r})"
+
+    @property
+    def instance(self) -> InstanceId:
+        return InstanceId(self.url.rstrip("/"))
+
+    @property
+    def name(self) -> str:
+        return self.alias or self.instance
+
+
+class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How streams are followed."""
+
+    replay_timeout_s: PositiveFloat = 5.0
+    """A replay is given up when nothing has come for this long."""
+    receive_high_water: NonNegativeInt = 0
+    """Messages ZMQ may queue per socket; 0: no limit, so that we lose none ourselves."""
+    max_held_batches: PositiveInt = 20_000
+    """Live batches that may wait for a replay: twice vLLM's default ring."""
+    max_parked_blocks: PositiveInt = 65_536
+    """Blocks per group that may wait for their parent."""
+    rebuild_interval_s: PositiveFloat = 60.0
+    """At most this often a rank with orphans is replayed from its beginning."""
+    shared_bind: str | None = None
+    """Port we bind for engines that have a `topic` and no `events`: they connect to it."""
+    discovery_interval_s: PositiveFloat = 10.0
+    """How often an engine is asked whether its streams have changed."""
+    discovery_retry_s: PositiveFloat = 1.0
+    """First pause after an engine didn't answer; doubles up to `discovery_interval_s`."""
+    http_timeout_s: PositiveFloat = 5.0
+    """For each call of discovery."""
+    size_interval_s: PositiveFloat = 5.0
+    """How often the index is measured for metrics."""
+    log_interval_s: PositiveFloat = 10.0
+    """At most one line per rank and fault in this time."""
+
+    def __post_init__(self) -> None:
+        if self.shared_bind is not None:
+            check_endpoint(self.shared_bind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSource:
+    """Where the events of one rank come from: everything resolved."""
+
+    rank: RankId
+    alias: str
+    """The instance's name in metrics."""
+    model: str
+    """Base model."""
+    events: str
+    """Endpoint to connect to or to bind."""
+    replay: str | None
+    direction: Direction = "connect"
+    topic: str | None = None
+    """With `bind`: topic of this rank's messages; None: the port is this rank's alone."""

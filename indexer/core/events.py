@@ -1,0 +1,273 @@
+"""KV-cache events: from the bytes of any vLLM release to one shape.
+
+Rules:
+
+1. The shape is seen from the bytes, never from a version: events are tagged arrays up to 0.23 and
+   maps since 0.24; a batch is `[ts, events]` in 0.9.0 and `[ts, events, rank]` since.
+2. Hashes become unsigned 64-bit ints: signed ints by wrapping, byte strings by their last eight
+   bytes, big-endian, which is vLLM's own int form of them. So stores and removals always meet.
+3. Fields we don't know are ignored, fields that are missing get their default; an array may be
+   as short as its release wrote it.
+4. A bad event costs only itself: it leaves one constant reason in `rejected`.
+   Only a payload that is no batch at all raises.
+5. Mediums are read without regard to case; none means GPU (releases before 0.10.2 have none). A
+   medium nobody has named yet counts as STORAGE: the slowest tier promises least.
+
+Cost: 0.45 µs per block of 16 tokens in a long event, 1 µs per event with one block. The typed
+decoders do the checking in C; only a batch with something wrong in it is decoded a second time.
+"""
+
+from collections.abc import Sequence
+from math import isfinite
+from struct import unpack_from
+from typing import Any, Final
+
+import msgspec
+
+from indexer.core.types import EngineHash, Tier
+
+
+class UndecodableBatchError(Exception):
+    """The payload is not a batch of events; its argument is a constant reason."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, gc=False):
+    """Blocks entered one group and tier. One announcement per physical block."""
+
+    hashes: list[EngineHash]
+    parent: EngineHash | None
+    """Block before the first one; None: the first is block 0."""
+    token_ids: list[int]
+    """Empty in a placeholder, longer than the hashes say where blocks are masked."""
+    block_size: int
+    """Tokens per block of this group; 0 in a placeholder."""
+    tier: Tier = Tier.GPU
+    lora: str | None = None
+    """Adapter's name; `#id` from releases that only tell its number."""
+    extra_keys: list[Any] | None = None
+    """Per hash: what else the engine hashed (adapter, images, salt, prompt embeds), untagged."""
+    group: int = 0
+    kind: str | None = None
+    window_tokens: int | None = None
+    session_id: str | None = None
+
+    def __repr__(self) -> str:
+        """Tokens and salts stay out of logs and test output of others."""
+        return (
+            f"BlockStored({len(self.hashes)} hashes, parent={self.parent}, "
+            f"block_size={self.block_size}, tier={self.tier}, group={self.group})"
+        )
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
+    """One copy of each of these blocks left one group and tier."""
+
+    hashes: list[EngineHash]
+    tier: Tier = Tier.GPU
+    group: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    """A cache of the rank was reset; the event does not say which, so all of it counts."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, gc=False):
+    """What one scheduler step published."""
+
+    ts: float
+    """Engine's wall clock at publishing, seconds."""
+    rank: int | None
+    """Global data-parallel rank; None from 0.9.0."""
+    events: list[Event]
+    rejected: list[str] = []
+    """One constant reason per event that could not be used."""
+
+
+class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    """BlockStored as sent, in the field order that arrays have."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: Any = None
+    ownership: Any = None
+    session_id: str | None = None
+
+
+class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    """BlockRemoved as sent."""
+
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    """AllBlocksCleared as sent."""
+
+
+class _StoredArray(_StoredMap, array_like=True, tag="BlockStored", gc=False):
+    """The same up to 0.23."""
+
+
+class _RemovedArray(_RemovedMap, array_like=True, tag="BlockRemoved", gc=False):
+    """The same up to 0.23."""
+
+
+class _ClearedArray(_ClearedMap, array_like=True, tag="AllBlocksCleared", gc=False):
+    """The same up to 0.23."""
+
+
+_MapEvent = _StoredMap | _RemovedMap | _ClearedMap
+_ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
+
+
+class _MapBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_MapEvent]
+    rank: int | None = None
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_ArrayEvent]
+    rank: int | None = None
+
+
+_MAPS: Final = msgspec.msgpack.Decoder(_MapBatch)
+_ARRAYS: Final = msgspec.msgpack.Decoder(_ArrayBatch)
+_ANYTHING: Final = msgspec.msgpack.Decoder()
+
+_TIER_OF_MEDIUM: Final = {
+    None: Tier.GPU,
+    "GPU": Tier.GPU,
+    "CPU": Tier.CPU,
+    "CPU_PINNED": Tier.CPU,
+    "FS": Tier.STORAGE,
+    "OBJ": Tier.STORAGE,
+    "STORAGE": Tier.STORAGE,
+    "DISK": Tier.STORAGE,
+}
+_MASK_64: Final = 0xFFFF_FFFF_FFFF_FFFF
+_EVENT_TYPES: Final = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Decode one message's payload. Raises UndecodableBatchError if it is no batch at all."""
+    try:
+        batch: _MapBatch | _ArrayBatch = _MAPS.decode(payload)
+    except msgspec.ValidationError:
+        try:
+            batch = _ARRAYS.decode(payload)
+        except msgspec.ValidationError:
+            return _salvage_batch(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UndecodableBatchError("not_msgpack") from error
+    return EventBatch(batch.ts, batch.rank, [_normalise(event) for event in batch.events])
+
+
+def batch_ts(payload: bytes) -> float | None:
+    """Read a batch's timestamp without decoding it; None if it isn't where vLLM writes it."""
+    # fixarray of at least two, then a float64.
+    if len(payload) < 10 or not 0x92 <= payload[0] <= 0x9F or payload[1] != 0xCB:
+        return None
+    ts: float = unpack_from(">d", payload, 2)[0]
+    return ts if isfinite(ts) else None
+
+
+def _normalise(sent: _MapEvent | _ArrayEvent) -> Event:
+    if isinstance(sent, _StoredMap):
+        medium, lora_id, parent = sent.medium, sent.lora_id, sent.parent_block_hash
+        return BlockStored(
+            _unsigned_all(sent.block_hashes),
+            None if parent is None else _unsigned(parent),
+            sent.token_ids,
+            sent.block_size,
+            Tier.GPU if medium == "GPU" else _tier_of(medium),
+            # Adapter ids begin at 1; 0 has meant "no adapter".
+            sent.lora_name or (f"#{lora_id}" if lora_id else None),
+            sent.extra_keys,
+            sent.group_idx or 0,
+            sent.kv_cache_spec_kind,
+            sent.kv_cache_spec_sliding_window,
+            sent.session_id,
+        )
+    if isinstance(sent, _RemovedMap):
+        medium = sent.medium
+        return BlockRemoved(
+            _unsigned_all(sent.block_hashes),
+            Tier.GPU if medium == "GPU" else _tier_of(medium),
+            sent.group_idx or 0,
+        )
+    return AllBlocksCleared()
+
+
+def _unsigned_all(hashes: list[int | bytes]) -> list[EngineHash]:
+    # One unsigned int, or many, is what nearly every event has: passed on as it is. The loop
+    # costs twice as much as the check.
+    if len(hashes) == 1:
+        only = hashes[0]
+        return [_unsigned(only)] if type(only) is bytes or only < 0 else hashes  # type: ignore[operator, return-value]
+    if set(map(type, hashes)) == {int} and min(hashes) >= 0:  # type: ignore[operator]
+        return hashes  # type: ignore[return-value]
+    return [_unsigned(sent) for sent in hashes]
+
+
+def _unsigned(sent: int | bytes) -> EngineHash:
+    if type(sent) is bytes:
+        sent = int.from_bytes(sent[-8:], "big")
+    return sent & _MASK_64  # type: ignore[operator, return-value]
+
+
+def _tier_of(medium: str | None) -> Tier:
+    return _TIER_OF_MEDIUM.get((medium or "GPU").upper(), Tier.STORAGE)
+
+
+def _salvage_batch(payload: bytes) -> EventBatch:
+    """Decode a batch in which something is wrong event by event."""
+    try:
+        batch = _ANYTHING.decode(payload)
+    except (msgspec.DecodeError, RecursionError, TypeError) as error:
+        raise UndecodableBatchError("not_msgpack") from error
+    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
+        raise UndecodableBatchError("not_a_batch")
+    ts, sent_events, rank = batch[0], batch[1], batch[2] if len(batch) > 2 else None
+    if type(ts) not in {int, float} or type(rank) not in {int, type(None)}:
+        raise UndecodableBatchError("not_a_batch")
+    events: list[Event] = []
+    rejected: list[str] = []
+    for sent in sent_events:
+        try:
+            events.append(_normalise(_convert_event(sent)))
+        except msgspec.ValidationError:
+            rejected.append(_reason_to_reject(sent))
+    return EventBatch(float(ts), rank, events, rejected)
+
+
+def _convert_event(sent: object) -> _MapEvent | _ArrayEvent:
+    wanted: Any = _MapEvent if isinstance(sent, dict) else _ArrayEvent
+    converted: _MapEvent | _ArrayEvent = msgspec.convert(sent, wanted, builtin_types=(bytes,))
+    return converted
+
+
+def _reason_to_reject(sent: object) -> str:
+    """Name the fault: a bounded set of words, since it becomes a metric's label."""
+    tag: object = None
+    if isinstance(sent, dict):
+        tag = sent.get("type")
+    elif isinstance(sent, Sequence) and not isinstance(sent, str | bytes) and sent:
+        tag = sent[0]
+    if not isinstance(tag, str):
+        return "not_an_event"
+    return "bad_field" if tag in _EVENT_TYPES else "unknown_event"

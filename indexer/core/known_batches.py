@@ -1,0 +1,68 @@
+"""What one life of a publisher has shown so far: batches that wait, and digests of the applied.
+
+Rules:
+
+1. `held` has only numbers that were not applied. `newest` is the highest number, held or applied.
+2. A full ring of digests forgets the oldest number. Forgotten is not "different":
+   `is_duplicate` and `contradicts` both say no.
+
+Cost: one digest per applied batch, 0.1 µs per KB; 16 bytes per slot of the ring.
+"""
+
+from array import array
+
+from xxhash import xxh3_64_intdigest
+
+_EMPTY = 2**64 - 1
+
+
+class KnownBatches:
+    """Payload by sequence number: whole while it waits, as a digest once it was applied."""
+
+    __slots__ = ("_digests", "_seqs", "_slots", "held", "newest", "newest_payload")
+
+    def __init__(self, slots: int = 4096) -> None:
+        self.held: dict[int, bytes] = {}
+        self.newest = -1
+        self.newest_payload = b""
+        self._slots = slots
+        self._seqs = array("Q", [_EMPTY]) * slots
+        self._digests = array("Q", [0]) * slots
+
+    def hold(self, seq: int, payload: bytes) -> None:
+        """`payload` waits for its turn."""
+        self.held[seq] = payload
+        self._see(seq, payload)
+
+    def applied(self, seq: int, payload: bytes) -> None:
+        """`payload` has had its turn."""
+        slot = seq % self._slots
+        self._seqs[slot] = seq
+        self._digests[slot] = xxh3_64_intdigest(payload)
+        self._see(seq, payload)
+
+    def is_duplicate(self, seq: int, payload: bytes) -> bool:
+        """This is, byte for byte, what is known under this number."""
+        return self._same(seq, payload) is True
+
+    def contradicts(self, seq: int, payload: bytes) -> bool:
+        """Something else is known under this number."""
+        return self._same(seq, payload) is False
+
+    def first_held_or(self, seq: int) -> int:
+        """The lowest number held, or `seq` if that is lower."""
+        return min(seq, min(self.held, default=seq))
+
+    def _same(self, seq: int, payload: bytes) -> bool | None:
+        held = self.held.get(seq)
+        if held is not None:
+            return held == payload
+        slot = seq % self._slots
+        if self._seqs[slot] != seq:
+            return None
+        # 64 bits: a restart is taken for a duplicate once in 2**64 times.
+        return self._digests[slot] == xxh3_64_intdigest(payload)
+
+    def _see(self, seq: int, payload: bytes) -> None:
+        if seq >= self.newest:
+            self.newest, self.newest_payload = seq, payload

@@ -1,0 +1,264 @@
+"""Turns one rank's decoded events into changes of the index.
+
+Pure: batches in, `RankUpdate` out. One object lives as long as one epoch of one rank.
+
+Rules:
+
+1. Each KV-cache group is followed on its own: full-attention groups by `core.full_group`, window
+   and state groups by `core.window_group`. Other kinds are counted and ignored.
+2. A group's kind and block size come from its first event that tells them, and the index hears of
+   them once. If that event was of another tier, the first GPU event may correct the block size (a
+   connector's chunks are not the engine's blocks); the group then starts anew.
+3. Releases before 0.22 don't name kinds. A group is full attention while its tokens align with its
+   hashes, the only one always. Once they don't, it is taken for a window of unknown width, which
+   limits nothing, and ignored.
+4. An event that contradicts itself is counted and costs only itself.
+5. A reset can't be told apart by tier or group, so it empties everything.
+6. Everything ignored is counted by reason. Reasons about events: `duplicate_hashes`,
+   `self_parent`, `mixed_block_size`, `bad_token`, `unsupported_group`, `unaligned_tokens`; about
+   blocks: `orphan_parked`, `orphan_evicted`, `unknown_placeholder`, `unknown_removal`.
+
+Cost: about 1 µs per block in long events, 3 µs per event of one block.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from indexer.core.block_tree import TIERS
+from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from indexer.core.full_group import FullGroup
+from indexer.core.index import (
+    AllDropped,
+    BlocksDropped,
+    BlocksHeld,
+    Change,
+    GroupKind,
+    GroupSpec,
+    RankUpdate,
+)
+from indexer.core.types import EngineHash, RankId, Tier
+from indexer.core.window_group import WindowGroup
+
+_KIND_OF: Final = {
+    "full_attention": GroupKind.FULL,
+    "mla_attention": GroupKind.FULL,
+    "sink_full_attention": GroupKind.FULL,
+    "sliding_window": GroupKind.WINDOW,
+    "sliding_window_mla": GroupKind.WINDOW,
+    "mamba": GroupKind.STATE,
+}
+_TIER_NUMBER: Final = {tier: number for number, tier in enumerate(TIERS)}
+
+Group = FullGroup | WindowGroup
+
+
+class RankBlocks:
+    """Blocks of one rank in one epoch."""
+
+    __slots__ = (
+        "_fulls",
+        "_groups",
+        "_is_cleared",
+        "_masked",
+        "_max_parked_blocks",
+        "_model",
+        "_new_specs",
+        "_sized_by_gpu",
+        "_windows",
+        "counts",
+        "epoch",
+        "rank",
+    )
+
+    def __init__(
+        self, *, rank: RankId, model: str, epoch: int, max_parked_blocks: int = 65_536
+    ) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self.counts: Counter[str] = Counter()
+        """Everything that was ignored or set aside, by reason."""
+        self._model = model
+        self._max_parked_blocks = max_parked_blocks
+        self._groups: dict[int, Group] = {}
+        self._fulls: list[FullGroup] = []
+        self._windows: list[WindowGroup] = []
+        self._masked: set[int] = set()
+        """Groups without a kind that left blocks out before they were followed."""
+        self._sized_by_gpu: set[int] = set()
+        self._new_specs: list[GroupSpec] = []
+        self._is_cleared = False
+
+    @property
+    def orphans(self) -> int:
+        """Blocks parked because their parent is unknown."""
+        return sum(len(group.orphans) for group in self._fulls)
+
+    @property
+    def held_blocks(self) -> int:
+        """Reachable full-attention blocks, each counted once whatever its copies and tiers."""
+        return sum(group.tree.shown_blocks for group in self._fulls)
+
+    @property
+    def groups(self) -> Mapping[int, GroupSpec]:
+        """What is known of each group."""
+        return {number: group.spec for number, group in self._groups.items()}
+
+    def tracked_entries(self) -> int:
+        """Entries of all internal tables; 0 when nothing is held or parked: nothing leaks."""
+        return sum(group.tracked_entries() for group in self._groups.values())
+
+    def apply(self, seq: int, batch: EventBatch) -> RankUpdate:
+        """Apply one batch, in the order of its number. Never fails."""
+        for event in batch.events:
+            if isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, BlockStored):
+                self._store(event)
+            else:
+                self._clear(event)
+        if self._windows:
+            self._resolve_windows()
+        return RankUpdate(
+            rank=self.rank,
+            model=self._model,
+            epoch=self.epoch,
+            seq=seq,
+            changes=self._take_changes(),
+        )
+
+    def _remove(self, event: BlockRemoved) -> None:
+        group = self._groups.get(event.group)
+        if group is not None:
+            group.remove(event.hashes, _TIER_NUMBER[event.tier])
+        elif event.hashes:
+            self.counts["unknown_removal"] += len(event.hashes)
+
+    def _store(self, event: BlockStored) -> None:
+        hashes = event.hashes
+        if not hashes:
+            return
+        if not event.token_ids or event.block_size <= 0:
+            self._recall(hashes, event)
+            return
+        if len(hashes) > 1 and len(set(hashes)) < len(hashes):
+            self.counts["duplicate_hashes"] += 1
+            return
+        if event.parent in hashes:
+            self.counts["self_parent"] += 1
+            return
+        group = self._group_for(event)
+        if group is not None:
+            group.store(event, _TIER_NUMBER[event.tier])
+
+    def _recall(self, hashes: Sequence[EngineHash], event: BlockStored) -> None:
+        group = self._groups.get(event.group)
+        if group is None:
+            self.counts["unknown_placeholder"] += len(hashes)
+        else:
+            group.recall(hashes, _TIER_NUMBER[event.tier])
+
+    def _clear(self, _event: AllBlocksCleared) -> None:
+        for group in self._groups.values():
+            group.clear()
+        self._is_cleared = True
+
+    def _group_for(self, event: BlockStored) -> Group | None:
+        """Group an event with tokens belongs to; None if it can't be used, which is counted."""
+        group = self._groups.get(event.group)
+        if group is None:
+            return self._open_group(event)
+        if event.block_size != group.spec.block_size:
+            if event.tier is Tier.GPU and event.group not in self._sized_by_gpu:
+                return self._open_group(event)
+            self.counts["mixed_block_size"] += 1
+            return None
+        is_sure = event.kind is not None or (not event.group and len(self._fulls) == 1)
+        if not is_sure and not self._looks_full(event, group):
+            self.counts["unsupported_group"] += 1
+            return None
+        return group
+
+    def _open_group(self, event: BlockStored) -> Group | None:
+        kind = _KIND_OF.get(event.kind) if event.kind else GroupKind.FULL
+        if kind is None or (event.kind is None and not self._may_be_full(event)):
+            self.counts["unsupported_group"] += 1
+            return None
+        spec = GroupSpec(
+            group=event.group,
+            kind=kind,
+            block_size=event.block_size,
+            window_tokens=event.window_tokens if kind is GroupKind.WINDOW else None,
+        )
+        if event.tier is Tier.GPU:
+            self._sized_by_gpu.add(event.group)
+        return self._add_group(spec)
+
+    def _may_be_full(self, event: BlockStored) -> bool:
+        """Whether a group without a kind may be followed as full attention from this event on."""
+        if not _is_aligned(event):
+            self._masked.add(event.group)
+            return False
+        # Up to 0.19 all groups of a hybrid model publish as one: that one has to do.
+        return event.group not in self._masked or not (event.group or self._fulls)
+
+    def _looks_full(self, event: BlockStored, group: Group) -> bool:
+        """Tell a full-attention group from a window where no kind is given, for good."""
+        if isinstance(group, FullGroup) and not _is_aligned(event):
+            number, size = event.group, event.block_size
+            self._add_group(GroupSpec(group=number, kind=GroupKind.WINDOW, block_size=size))
+            return False
+        return isinstance(group, FullGroup)
+
+    def _add_group(self, spec: GroupSpec) -> Group:
+        """Follow a group, or follow it anew under another description."""
+        group: Group
+        if spec.kind is GroupKind.FULL:
+            group = FullGroup(
+                spec,
+                model=self._model,
+                counts=self.counts,
+                max_parked_blocks=self._max_parked_blocks,
+            )
+        else:
+            group = WindowGroup(spec, model=self._model, counts=self.counts)
+        self._groups[spec.group] = group
+        self._fulls = [each for each in self._groups.values() if isinstance(each, FullGroup)]
+        self._windows = [each for each in self._groups.values() if isinstance(each, WindowGroup)]
+        if self._windows:
+            for full in self._fulls:
+                full.track_names()
+        self._new_specs.append(spec)
+        return group
+
+    def _resolve_windows(self) -> None:
+        """Give keys to window blocks whose hash a full group has named."""
+        named = [(full, full.take_named()) for full in self._fulls]
+        for window in self._windows:
+            for full, hashes in named:
+                if window.spec.block_size == full.spec.block_size:
+                    window.resolve(hashes, full.key_of)
+            window.forget_fresh()
+
+    def _take_changes(self) -> list[Change]:
+        changes: list[Change] = []
+        if self._new_specs:
+            changes += self._new_specs
+            self._new_specs = []
+        if self._is_cleared:
+            changes.append(AllDropped())
+            self._is_cleared = False
+        for number, group in self._groups.items():
+            net = group.changes
+            if net.is_empty():
+                continue
+            for tier, keys in net.lost():
+                changes.append(BlocksDropped(number, TIERS[tier], keys))
+            for tier, keys in net.gained():
+                changes.append(BlocksHeld(number, TIERS[tier], keys))
+            net.clear()
+        return changes
+
+
+def _is_aligned(event: BlockStored) -> bool:
+    return len(event.token_ids) == len(event.hashes) * event.block_size

@@ -1,0 +1,385 @@
+"""Turns one rank's numbered batches into an ordered, gap-free sequence, one cache life at a time.
+
+Sans-IO: messages go in as arguments, work comes out as effects. The subscriber performs the
+effects in order; nothing here can block, sleep or fail.
+
+Rules:
+
+1. Within an epoch `ApplyBatch` numbers rise by one, except over a `GapLost` or a late join, and
+   either leaves the rank DEGRADED.
+2. While a replay runs, or the publisher is doubted (5), live batches wait.
+3. A replay starts at the first number asked for, or the publisher hasn't got it any more: a
+   later first answer settles that hole for good. So no hole is asked for forever; there are
+   numbers that an engine consumed and never sent.
+4. A number at or below the newest is a duplicate if its payload is what we had under it, late if
+   it is older than the newest, else the publisher restarted and a new epoch opens.
+5. A connection that was lost may hide a restart behind a rising number. Until replay has shown
+   the last applied batch again (`_doubt`), nothing more is applied.
+6. An empty replay from a number known to exist, or another payload under a known number, means
+   another process: a new epoch, joined from 0.
+7. Asking is bounded (`StreamLimits`). What can't be had is given up, visibly, and live goes on.
+8. Back to EXACT: an epoch joined from 0, a replay complete from 0, or a clear after the loss.
+
+Cost: O(1) per batch in order, one digest of its payload; held batches are sorted on giving up.
+"""
+
+from collections.abc import Callable
+
+from indexer.core.known_batches import KnownBatches
+from indexer.core.replay import Purpose, Replay, StreamLimits
+from indexer.core.stream_effects import (
+    ApplyBatch,
+    Dropped,
+    Effect,
+    GapLost,
+    GapOpened,
+    GapRepaired,
+    OpenEpoch,
+    ReplayEnded,
+    RequestReplay,
+)
+from indexer.core.trust import RankTrust
+from indexer.core.types import Trust
+
+
+class RankStream:
+    """The stream of one (instance, rank)."""
+
+    def __init__(
+        self,
+        *,
+        can_replay: bool,
+        ts_of: Callable[[bytes], float | None],
+        limits: StreamLimits,
+    ) -> None:
+        """`ts_of` reads a payload's publishing time; None says that it can't be decoded."""
+        self.trust = RankTrust()
+        self._can_replay = can_replay
+        self._ts_of = ts_of
+        self._limits = limits
+        self._ticket = 0
+        self._asks = 0
+        self._silences = 0
+        self._replay: Replay | None = None
+        self._is_replay_foreign = False
+        """Live and replay kept contradicting each other: the replay is someone else's."""
+        self._forget_life()
+
+    def _forget_life(self) -> None:
+        self._next: int | None = None
+        """The number to apply next; None: nothing is known of this life."""
+        self._known = KnownBatches()
+        self._doubt: str | None = None
+        """Why the publisher may be another process by now."""
+        self._late_checked_at: int | None = None
+        self._gap: GapOpened | None = None
+        self._is_joining = False
+        """A replay from 0 is under way and nothing of it has been lost."""
+        self._has_beginning = True
+        """As far as we know the publisher still buffers this life's first batch."""
+
+    @property
+    def last_seq(self) -> int | None:
+        """Number of the batch applied last in this epoch."""
+        return self._next - 1 if self._next else None
+
+    @property
+    def held_batches(self) -> int:
+        return len(self._known.held)
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._replay is not None
+
+    # What happened.
+
+    def on_connected(self) -> list[Effect]:
+        """The live socket has a peer."""
+        self._asks = self._silences = 0
+        self._is_replay_foreign = False
+        if self._replay is None and (self._next is None or self._doubt):
+            return self._advance()
+        return []
+
+    def on_disconnected(self) -> list[Effect]:
+        """The live socket lost its peer: the next one may be another process."""
+        self._asks = self._silences = 0
+        if self._next is None:
+            self._forget_life()
+        else:
+            self._doubt = "reconnect"
+        return self._abandon_replay()
+
+    def on_live(self, seq: int, payload: bytes) -> list[Effect]:
+        """A batch arrived on the live socket."""
+        if seq == self._next and self._replay is None and not self._doubt:
+            return [self._apply(seq, payload)]
+        if seq <= self._known.newest:
+            return self._on_known_number(seq, payload)
+        if seq != self._next and self._ts_of(payload) is None:
+            # Its number proves nothing: following it would open a gap to nowhere.
+            return [Dropped(seq, "undecodable")]
+        self._known.hold(seq, payload)
+        return self._advance()
+
+    def on_replayed(self, ticket: int, seq: int, payload: bytes) -> list[Effect]:
+        """A batch arrived on the replay socket."""
+        replay = self._replay
+        if replay is None or replay.ticket != ticket:
+            return []
+        if self._known.contradicts(seq, payload):
+            return self._open_other_life()
+        effects: list[Effect] = []
+        if replay.first_seq is None:
+            replay.first_seq = seq
+            effects += self._on_first_answer(replay, seq)
+        if seq >= (self._next or 0):
+            self._known.hold(seq, payload)
+        return [*effects, *self._flush(), *self._check_room()]
+
+    def on_replay_end(self, ticket: int) -> list[Effect]:
+        """The replay is complete, as far as the publisher knows."""
+        replay = self._replay
+        if replay is None or replay.ticket != ticket:
+            return []
+        if replay.is_contradicted_by_silence:
+            return self._open_other_life()
+        self._replay = None
+        if replay.first_seq is None and replay.purpose is Purpose.JOIN:
+            return [replay.ended(), *self._on_empty_life()]
+        return [replay.ended(), *self._settle()]
+
+    def on_replay_failed(self, ticket: int) -> list[Effect]:
+        """The replay stopped without its end: no answer in time, or no connection."""
+        replay = self._replay
+        if replay is None or replay.ticket != ticket:
+            return []
+        self._replay = None
+        if replay.first_seq is not None:
+            return [ReplayEnded("cut"), *self._ask(Purpose.GAP)]
+        self._silences += 1
+        return [ReplayEnded("silent"), *self._ask(replay.purpose)]
+
+    def on_cleared(self, seq: int) -> list[Effect]:
+        """Batch `seq` was applied and said that the cache is empty."""
+        return self.trust.on_cleared(seq) if self._gap is None else []
+
+    def on_events_lost(self, seq: int) -> list[Effect]:
+        """Batch `seq` had its turn, but something of it could not be read."""
+        return self.trust.degrade("events_rejected", at=seq + 1)
+
+    def on_rebuild_wanted(self) -> list[Effect]:
+        """The rank could do with being told its whole life again, where that may help."""
+        is_busy = self._replay is not None or self._doubt is not None or not self._next
+        is_hopeless = not self._may_replay or not self._has_beginning
+        if is_busy or is_hopeless or not self.trust.is_healed_by_replay:
+            return []
+        return self._ask(Purpose.REBUILD)
+
+    # Numbers already seen.
+
+    def _on_known_number(self, seq: int, payload: bytes) -> list[Effect]:
+        if self._known.is_duplicate(seq, payload):
+            return [Dropped(seq, "duplicate")]
+        ts, newest_ts = self._ts_of(payload), self._ts_of(self._known.newest_payload)
+        if ts is None:
+            return [Dropped(seq, "undecodable")]
+        if newest_ts is None or ts >= newest_ts:
+            return self._restart(seq, payload)
+        if seq >= (self._next or 0) and seq not in self._known.held:
+            self._known.hold(seq, payload)  # it was overtaken on the way, and is missing
+            return []
+        return [Dropped(seq, "late"), *self._check_life_after_late_batch()]
+
+    def _check_life_after_late_batch(self) -> list[Effect]:
+        # A clock set back looks the same as a late batch; one look per number settles it.
+        if self._replay is not None or self._late_checked_at == self._next:
+            return []
+        self._late_checked_at = self._next
+        self._doubt = self._doubt or "late_batch"
+        return self._advance()
+
+    def _restart(self, seq: int, payload: bytes) -> list[Effect]:
+        effects = self._abandon_replay()
+        self._forget_life()
+        self._asks = self._silences = 0
+        self._known.hold(seq, payload)
+        return [*effects, OpenEpoch("restarted"), *self._advance()]
+
+    # Going forward.
+
+    def _apply(self, seq: int, payload: bytes, *, waited: bool = False) -> ApplyBatch:
+        self._next = seq + 1
+        self._known.applied(seq, payload)
+        return ApplyBatch(seq, payload, waited)
+
+    def _flush(self) -> list[Effect]:
+        """Apply what is held and in order."""
+        effects: list[Effect] = []
+        held = self._known.held
+        seq = self._next or 0
+        while seq in held:
+            effects.append(self._apply(seq, held.pop(seq), waited=True))
+            seq += 1
+        if self._gap is not None and seq > self._gap.last_seq:
+            effects.append(GapRepaired(self._gap.first_seq, self._gap.last_seq))
+            self._gap = None
+        return effects
+
+    def _advance(self) -> list[Effect]:
+        """Apply what is in order and ask for what isn't."""
+        if self._replay is not None:
+            return self._check_room()
+        effects: list[Effect] = []
+        if not self._next:
+            if 0 not in self._known.held:
+                return self._ask(Purpose.JOIN)
+            effects += self._begin_at_0()
+        if self._doubt:
+            return self._ask(Purpose.VERIFY)
+        effects += self._flush()
+        if not self._known.held:
+            self._asks = self._silences = 0
+            return effects
+        return [*effects, *self._open_gap(), *self._ask(Purpose.GAP)]
+
+    def _begin_at_0(self) -> list[Effect]:
+        self._next = 0
+        self._doubt = None
+        return self.trust.set(Trust.EXACT, "joined_at_0")
+
+    def _open_gap(self) -> list[Effect]:
+        if self._gap is not None:
+            return []
+        self._gap = GapOpened(self._next or 0, min(self._known.held) - 1)
+        return [self._gap]
+
+    def _check_room(self) -> list[Effect]:
+        if self.held_batches <= self._limits.max_held_batches:
+            return []
+        return [*self._abandon_replay(), *self._give_up()]
+
+    def _give_up(self) -> list[Effect]:
+        """Go on with what is there."""
+        self._asks = self._silences = 0
+        effects: list[Effect] = []
+        if self._doubt and self._next:
+            effects += self.trust.degrade(f"{self._doubt}_unverified", at=self._next)
+        self._doubt = None
+        for seq in sorted(self._known.held):
+            effects += self._skip_to(seq)
+            effects.append(self._apply(seq, self._known.held.pop(seq), waited=True))
+        if self._next is None:
+            effects += self.trust.set(Trust.LOAD_ONLY, "nothing_known")
+        return [*effects, *self._finish_join()]
+
+    def _skip_to(self, seq: int) -> list[Effect]:
+        """Go on at `seq`; what lies between is lost."""
+        first, self._next = self._next, seq
+        if not first:
+            return self._begin_at_0() if seq == 0 else self._lose("joined_late")
+        if first == seq:
+            return []
+        self._gap = None
+        return [GapLost(first, seq - 1), *self._lose("gap_lost")]
+
+    def _lose(self, reason: str) -> list[Effect]:
+        self._is_joining = False
+        return self.trust.degrade(reason, at=self._next or 0)
+
+    # Replay.
+
+    @property
+    def _may_replay(self) -> bool:
+        return self._can_replay and not self._is_replay_foreign
+
+    def _ask(self, purpose: Purpose) -> list[Effect]:
+        limits = self._limits
+        exhausted = self._asks >= limits.max_asks or self._silences >= limits.max_silences
+        if exhausted or not self._may_replay:
+            return self._give_up()
+        self._asks += 1
+        self._ticket += 1
+        next_seq = self._next or 0
+        from_seq = {Purpose.GAP: next_seq, Purpose.VERIFY: next_seq - 1}.get(purpose, 0)
+        self._replay = Replay(
+            ticket=self._ticket,
+            purpose=purpose,
+            from_seq=from_seq,
+            knows_more=self._known.newest >= from_seq,
+        )
+        return [RequestReplay(from_seq, self._ticket)]
+
+    def _abandon_replay(self) -> list[Effect]:
+        if self._replay is None:
+            return []
+        self._replay = None
+        return [ReplayEnded("abandoned")]
+
+    def _on_first_answer(self, replay: Replay, seq: int) -> list[Effect]:
+        if seq > 0 == replay.from_seq:
+            self._has_beginning = False
+        match replay.purpose:
+            case Purpose.JOIN:
+                return self._join_at(seq)
+            case Purpose.GAP if seq > replay.from_seq:
+                return self._skip_to(self._known.first_held_or(seq))
+            case Purpose.VERIFY if seq == replay.from_seq:
+                self._doubt = None
+            case Purpose.VERIFY:
+                # The ring no longer reaches back to what we know. Entries that nothing
+                # vouches for may be a dead process's: they go.
+                reason = f"{self._doubt}_unproven"
+                self._forget_life()
+                return [OpenEpoch(reason), *self._join_at(seq)]
+            case Purpose.REBUILD if seq == 0:
+                return self._rebuild()
+            case _:
+                pass
+        return []
+
+    def _rebuild(self) -> list[Effect]:
+        held = self._known.held
+        self._forget_life()
+        for seq, payload in held.items():
+            self._known.hold(seq, payload)
+        return [OpenEpoch("rebuilt"), *self._join_at(0)]
+
+    def _join_at(self, seq: int) -> list[Effect]:
+        self._doubt = None
+        if seq > 0:
+            return self._skip_to(self._known.first_held_or(seq))
+        self._next = 0
+        self._is_joining = True
+        return []
+
+    def _finish_join(self) -> list[Effect]:
+        if not self._is_joining:
+            return []
+        self._is_joining = False
+        return self.trust.set(Trust.EXACT, "replayed")
+
+    def _on_empty_life(self) -> list[Effect]:
+        """The publisher buffers nothing: it has published nothing, or we know better."""
+        if self._known.held:
+            return self._advance()
+        self._next = 0
+        self._doubt = None
+        self._asks = self._silences = 0
+        return self.trust.set(Trust.EXACT, "fresh")
+
+    def _settle(self) -> list[Effect]:
+        """A replay ended as it should: what it left open is asked for again."""
+        effects = self._flush()
+        if not self._known.held:
+            self._asks = self._silences = 0
+            return [*effects, *self._finish_join()]
+        return [*effects, *self._advance()]
+
+    def _open_other_life(self) -> list[Effect]:
+        """Replay has shown that another process answers: forget, and join it from 0."""
+        reason = f"{self._doubt or 'replay'}_contradicted"
+        self._replay = None
+        self._is_replay_foreign = self._asks >= self._limits.max_asks
+        self._forget_life()
+        return [ReplayEnded("contradicted"), OpenEpoch(reason), *self._ask(Purpose.JOIN)]

@@ -1,0 +1,90 @@
+"""One rank while it is followed: its port, subscriber and writer, started anew if they fail."""
+
+import asyncio
+
+import structlog
+import zmq.asyncio
+
+from indexer.config import RankSource
+from indexer.core.rank_status import RankCounts, RankStatus
+from indexer.ports import Ports
+from indexer.rank_writer import RankWriter, WritingMeans
+from indexer.subscriber import RankSubscriber
+
+_logger = structlog.get_logger(__name__)
+
+_RESTART_S = 1.0
+
+
+class FollowedRank:
+    """From the moment its source was found until it leaves the fleet."""
+
+    def __init__(
+        self,
+        source: RankSource,
+        *,
+        means: WritingMeans,
+        context: zmq.asyncio.Context,
+        ports: Ports,
+    ) -> None:
+        self.source = source
+        self._means = means
+        self._context = context
+        self._ports = ports
+        self._counts = RankCounts()
+        self._problem: str | None = None
+        self._writer, self._subscriber = self._begin()
+
+    async def run(self) -> None:
+        """Follow it until cancelled; a bug costs it an epoch, nobody else anything."""
+        while True:
+            try:
+                self._writer, self._subscriber = self._begin()
+                async with self._ports.listening(self.source, self._subscriber):
+                    self._problem = None
+                    await self._subscriber.run()
+            except Exception as error:
+                self._counts.failures += 1
+                self._problem = repr(error)
+                _logger.exception(
+                    "rank_failed", instance=self.source.alias, rank=self.source.rank.rank
+                )
+                await asyncio.sleep(_RESTART_S)
+
+    def _begin(self) -> tuple[RankWriter, RankSubscriber]:
+        writer = RankWriter(self.source, means=self._means, counts=self._counts)
+        subscriber = RankSubscriber(
+            self.source,
+            sink=writer,
+            config=self._means.config,
+            context=self._context,
+            clock=self._means.clock,
+            counts=self._counts,
+        )
+        subscriber.on_progress = self._means.on_progress
+        return writer, subscriber
+
+    def status(self) -> RankStatus:
+        writer, subscriber, blocks = self._writer, self._subscriber, self._writer.blocks
+        return RankStatus(
+            rank=self.source.rank,
+            alias=self.source.alias,
+            model=self.source.model,
+            endpoint=self.source.events,
+            replay_endpoint=self.source.replay,
+            is_connected=subscriber.is_connected,
+            problem=self._problem,
+            epoch=blocks.epoch,
+            epoch_reason=writer.epoch_reason,
+            last_seq=writer.applied_seq,
+            trust=writer.trust,
+            trust_reason=writer.trust_reason,
+            trust_since_s=self._means.clock() - writer.trust_since_s,
+            held_batches=subscriber.stream.held_batches,
+            is_replaying=subscriber.stream.is_replaying,
+            held_blocks=blocks.held_blocks,
+            orphans=blocks.orphans,
+            block_sizes={number: spec.block_size for number, spec in blocks.groups.items()},
+            lag_s=writer.lag_s,
+            counts=self._counts,
+        )

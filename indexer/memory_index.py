@@ -1,0 +1,261 @@
+"""The index in memory: one set of keys per rank, group and tier.
+
+A set answers "is this block held", and held means reachable, so the depth of a prompt on one
+rank is found by bisection: 13 probes for 6,250 blocks. It is the layout of the Redis backend too.
+
+Measured on 2 shared cores, 100,000 tokens against 64 ranks that hold between none and all of it:
+0.15 ms; walking one table of key -> bitmask of holders took 0.5 ms, and needed 50 bytes more per
+block and a purge of every departed rank's bits. Here a rank leaves with its sets.
+
+Cost: 35 bytes per (block, holder) beside the key, which the writer's tables share.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+from indexer.core.block_tree import TIERS
+from indexer.core.index import (
+    AllDropped,
+    BlocksDropped,
+    BlocksHeld,
+    Change,
+    GroupKind,
+    GroupSpec,
+    IndexSize,
+    PrefixMatch,
+    Prompt,
+    RankUpdate,
+    StaleEpochError,
+)
+from indexer.core.types import BlockKey, RankId, Tier, Trust
+
+_SWEPT_KEYS = 4096
+"""Keys of departed ranks freed per call: 0.1 ms, so that no lookup waits behind a big one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Holding:
+    """One group of one rank in one epoch."""
+
+    spec: GroupSpec
+    tiers: dict[Tier, set[BlockKey]] = field(default_factory=lambda: {t: set() for t in TIERS})
+
+    @property
+    def entries(self) -> int:
+        return sum(len(keys) for keys in self.tiers.values())
+
+    def held(self) -> list[tuple[Tier, set[BlockKey]]]:
+        """Tiers that hold anything, fastest first."""
+        return [(tier, keys) for tier, keys in self.tiers.items() if keys]
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """One epoch of one rank."""
+
+    model: str
+    epoch: int
+    groups: dict[int, _Holding] = field(default_factory=dict)
+    fulls: list[_Holding] = field(default_factory=list)
+    """Lowest group number first."""
+    others: list[_Holding] = field(default_factory=list)
+    step_tokens: int = 1
+    """Hits end on multiples of this: the least common multiple of the block sizes."""
+
+    def describe(self, holding: _Holding) -> None:
+        self.groups[holding.spec.group] = holding
+        ordered = [self.groups[number] for number in sorted(self.groups)]
+        self.fulls = [each for each in ordered if each.spec.kind is GroupKind.FULL]
+        self.others = [each for each in ordered if each.spec.kind is not GroupKind.FULL]
+        self.step_tokens = lcm(*(each.spec.block_size for each in ordered))
+
+
+class MemoryIndex:
+    """A `BlockIndex` for one process. Nothing here awaits, so each call is atomic."""
+
+    def __init__(self) -> None:
+        self._lives: dict[RankId, _Life] = {}
+        self._by_model: dict[str, dict[RankId, _Life]] = {}
+        self._trust: dict[RankId, Trust] = {}
+        self._leaving: list[set[BlockKey]] = []
+
+    async def apply(self, update: RankUpdate) -> None:
+        life = self._lives.get(update.rank)
+        if life is None or update.epoch > life.epoch:
+            life = self._open(update)
+        elif update.epoch < life.epoch:
+            raise StaleEpochError(f"epoch {update.epoch} ended; {life.epoch} is current")
+        for change in update.changes:
+            self._change(life, change)
+        self._sweep()
+
+    async def set_trust(self, rank: RankId, trust: Trust) -> None:
+        self._trust[rank] = trust
+
+    async def retire(self, rank: RankId) -> None:
+        self._trust.pop(rank, None)
+        self._close(rank)
+
+    async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
+        lives = self._by_model.get(prompt.namespace.model, {})
+        return {
+            rank: PrefixMatch(
+                tokens_by_tier=_match_tokens(life, prompt),
+                block_size=life.fulls[0].spec.block_size,
+                trust=self._trust.get(rank, Trust.EXACT),
+            )
+            for rank, life in lives.items()
+            if life.fulls
+        }
+
+    async def size(self) -> IndexSize:
+        self._sweep()
+        by_rank = {
+            rank: sum(holding.entries for holding in life.groups.values())
+            for rank, life in self._lives.items()
+        }
+        return IndexSize(entries=sum(by_rank.values()), entries_by_rank=by_rank)
+
+    @property
+    def leaving_entries(self) -> int:
+        """Entries of departed ranks that are not freed yet. They count nowhere else."""
+        return sum(len(keys) for keys in self._leaving)
+
+    def _open(self, update: RankUpdate) -> _Life:
+        self._close(update.rank)
+        life = _Life(model=update.model, epoch=update.epoch)
+        self._lives[update.rank] = life
+        self._by_model.setdefault(update.model, {})[update.rank] = life
+        return life
+
+    def _close(self, rank: RankId) -> None:
+        life = self._lives.pop(rank, None)
+        if life is None:
+            return
+        lives = self._by_model[life.model]
+        del lives[rank]
+        if not lives:
+            del self._by_model[life.model]
+        for holding in life.groups.values():
+            self._leave(holding)
+
+    def _leave(self, holding: _Holding) -> None:
+        self._leaving += [keys for keys in holding.tiers.values() if keys]
+
+    def _change(self, life: _Life, change: Change) -> None:
+        if isinstance(change, BlocksHeld):
+            life.groups[change.group].tiers[change.tier].update(change.keys)
+        elif isinstance(change, BlocksDropped):
+            life.groups[change.group].tiers[change.tier].difference_update(change.keys)
+        elif isinstance(change, AllDropped):
+            self._empty(life, list(life.groups.values()))
+        else:
+            self._describe(life, change)
+
+    def _empty(self, life: _Life, holdings: Iterable[_Holding]) -> None:
+        for holding in holdings:
+            self._leave(holding)
+            life.describe(_Holding(holding.spec))
+
+    def _describe(self, life: _Life, spec: GroupSpec) -> None:
+        known = life.groups.get(spec.group)
+        if known is not None:
+            if known.spec == spec:
+                return
+            self._leave(known)
+        life.describe(_Holding(spec))
+
+    def _sweep(self) -> None:
+        """Free some of what departed ranks held."""
+        if not self._leaving:
+            return
+        keys = self._leaving[-1]
+        for _ in range(min(len(keys), _SWEPT_KEYS)):
+            keys.pop()
+        if not keys:
+            self._leaving.pop()
+
+
+def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
+    first = life.fulls[0]
+    size = first.spec.block_size
+    if len(life.groups) == 1:
+        blocks = _depth(first, prompt.keys(size), prompt.hit_limit_blocks(size))
+    else:
+        blocks = _agreed_tokens(life, prompt) // size
+    return _tokens_by_tier(first, prompt.keys(size)[:blocks]) if blocks else {}
+
+
+def _depth(holding: _Holding, keys: Sequence[BlockKey], limit: int) -> int:
+    """How many of the first `limit` blocks are held, by bisection: held means reachable."""
+    tiers = [keys for _, keys in holding.held()]
+    if len(tiers) == 1:
+        only = tiers[0]
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in only:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+    low, high = 0, limit if tiers else 0
+    while low < high:
+        middle = (low + high) // 2
+        if any(keys[middle] in tier for tier in tiers):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _tokens_by_tier(holding: _Holding, keys: Sequence[BlockKey]) -> dict[Tier, int]:
+    """Count each of the held `keys` at its fastest tier."""
+    size = holding.spec.block_size
+    tiers = holding.held()
+    if len(tiers) == 1:
+        return {tiers[0][0]: len(keys) * size}
+    tokens: dict[Tier, int] = {}
+    rest = set(keys)
+    for tier, held in tiers:
+        slower = rest - held
+        if len(slower) < len(rest):
+            tokens[tier] = (len(rest) - len(slower)) * size
+        rest = slower
+    return tokens
+
+
+def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
+    """Where all groups of a hybrid model let a hit end."""
+    step = life.step_tokens
+    end = min(
+        _depth(full, prompt.keys(size), prompt.hit_limit_blocks(size)) * size
+        for full in life.fulls
+        for size in (full.spec.block_size,)
+    )
+    end -= end % step
+    is_agreed = False
+    while not is_agreed:
+        is_agreed = True
+        for holding in life.others:
+            allowed = _boundary(holding, prompt, end, step)
+            if allowed < end:
+                end, is_agreed = allowed, False
+    return end
+
+
+def _boundary(holding: _Holding, prompt: Prompt, end_tokens: int, step_tokens: int) -> int:
+    """Largest end, at most `end_tokens`, before which a window or state group has its blocks."""
+    size, needed = holding.spec.block_size, holding.spec.boundary_blocks
+    tiers = [keys for _, keys in holding.held()]
+    keys = prompt.keys(size)
+    step = step_tokens // size
+    end = end_tokens // size
+    block = end
+    while block > 0 and end - block < needed:
+        block -= 1
+        if not any(keys[block] in tier for tier in tiers):
+            # A hole: no end above it will do until the window has passed it.
+            end = block = block - block % step
+    return end * size

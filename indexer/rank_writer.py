@@ -1,0 +1,142 @@
+"""Writes one rank's ordered batches to the index: decode, turn into changes, apply.
+
+A batch that can't be decoded, or an event of it, is counted by reason and logged at most once per
+interval. Everything else about it was decided before (`core.stream`) or is decided by the core
+(`core.rank_blocks`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from indexer.config import IndexerConfig, RankSource
+from indexer.core.events import (
+    AllBlocksCleared,
+    EventBatch,
+    UndecodableBatchError,
+    decode_batch,
+)
+from indexer.core.index import BlockIndex, RankUpdate
+from indexer.core.rank_blocks import RankBlocks
+from indexer.core.rank_status import RankCounts
+from indexer.core.stream_effects import ApplyBatch, Effect
+from indexer.core.throttle import Throttle
+from indexer.core.types import Trust
+from indexer.subscriber import BatchOutcome
+
+_logger = structlog.get_logger(__name__)
+
+_BEFORE_FIRST_SEQ = -1
+_HARMLESS_REJECTIONS = frozenset(("unknown_event",))
+"""A kind of event that we don't know says nothing about blocks we do know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritingMeans:
+    """What the writers of all ranks share."""
+
+    index: BlockIndex
+    epochs: Iterator[int]
+    """Never gives a number twice, so a rank that comes back is newer than it was."""
+    config: IndexerConfig
+    clock: Callable[[], float]
+    """Monotonic, seconds."""
+    wall_clock: Callable[[], float]
+    """Unix time, seconds: compared with the engines' own."""
+    on_progress: Callable[[], None]
+    """Called when a rank has dealt with something."""
+
+
+class RankWriter:
+    """A `subscriber.StreamSink`."""
+
+    def __init__(self, source: RankSource, *, means: WritingMeans, counts: RankCounts) -> None:
+        self.epoch_reason = ""
+        self.applied_seq: int | None = None
+        """Batch whose changes the index has, in this epoch."""
+        self.lag_s: float | None = None
+        self.trust = Trust.LOAD_ONLY
+        self.trust_reason = ""
+        self.trust_since_s = means.clock()
+        self._source = source
+        self._means = means
+        self._counts = counts
+        self._set_aside: Counter[str] = Counter()
+        self._throttle = Throttle(means.config.log_interval_s)
+        self._blocks = self._new_blocks()
+
+    @property
+    def blocks(self) -> RankBlocks:
+        """State of the present epoch."""
+        return self._blocks
+
+    async def open_epoch(self, reason: str) -> None:
+        """Nothing of the old epoch counts from here on, even if no batch ever follows."""
+        self._blocks = self._new_blocks()
+        self._set_aside = Counter()
+        self.epoch_reason = reason
+        self.applied_seq = None
+        await self._means.index.apply(
+            RankUpdate(
+                rank=self._source.rank,
+                model=self._source.model,
+                epoch=self._blocks.epoch,
+                seq=_BEFORE_FIRST_SEQ,
+                changes=(),
+            )
+        )
+        _logger.info("epoch_opened", **self._names(), reason=reason)
+
+    async def apply(self, effect: ApplyBatch) -> BatchOutcome:
+        try:
+            batch = decode_batch(effect.payload)
+        except UndecodableBatchError as error:
+            self._reject("undecodable_batch", detail=str(error))
+            self.applied_seq = effect.seq
+            return BatchOutcome(has_lost_events=True)
+        for reason in batch.rejected:
+            self._reject(reason)
+        await self._means.index.apply(self._blocks.apply(effect.seq, batch))
+        self._note(effect, batch)
+        return BatchOutcome(
+            is_cleared=any(type(event) is AllBlocksCleared for event in batch.events),
+            has_lost_events=not _HARMLESS_REJECTIONS.issuperset(batch.rejected),
+        )
+
+    async def set_trust(self, trust: Trust, reason: str) -> None:
+        if trust is not self.trust:
+            self.trust_since_s = self._means.clock()
+            _logger.info("trust_changed", **self._names(), trust=trust.value, reason=reason)
+        self.trust, self.trust_reason = trust, reason
+        await self._means.index.set_trust(self._source.rank, trust)
+
+    def on_effect(self, effect: Effect) -> None:
+        """Nothing to do: counted by the subscriber."""
+
+    def _new_blocks(self) -> RankBlocks:
+        return RankBlocks(
+            rank=self._source.rank,
+            model=self._source.model,
+            epoch=next(self._means.epochs),
+            max_parked_blocks=self._means.config.max_parked_blocks,
+        )
+
+    def _note(self, effect: ApplyBatch, batch: EventBatch) -> None:
+        self.applied_seq = effect.seq
+        self._counts.batches += 1
+        self._counts.events += len(batch.events)
+        if not effect.replayed:
+            self.lag_s = self._means.wall_clock() - batch.ts
+        if self._blocks.counts != self._set_aside:
+            self._counts.set_aside += self._blocks.counts - self._set_aside
+            self._set_aside = Counter(self._blocks.counts)
+
+    def _reject(self, reason: str, **fields: str) -> None:
+        self._counts.rejected[reason] += 1
+        if self._throttle.admits(reason, self._means.clock()):
+            _logger.warning("events_rejected", **self._names(), reason=reason, **fields)
+
+    def _names(self) -> dict[str, str | int]:
+        return {"instance": self._source.alias, "rank": self._source.rank.rank}

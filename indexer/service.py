@@ -1,0 +1,273 @@
+"""Runs the write path: finds engines' streams, follows each rank, keeps the index in step.
+
+Every task has an owner: the service owns engines and bound ports, an engine owns its ranks. What
+goes wrong with one engine or rank is logged, counted and tried again; the others don't notice.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import count
+
+import httpx
+import structlog
+import zmq.asyncio
+
+from indexer.config import EngineSource, IndexerConfig
+from indexer.core.index import BlockIndex, IndexSize
+from indexer.core.rank_status import EngineStatus, PortStatus, RankStatus
+from indexer.core.types import InstanceId, RankId
+from indexer.followed_rank import FollowedRank
+from indexer.ports import Ports
+from indexer.rank_writer import WritingMeans
+from indexer.sources import FoundSources, SourceError, find_sources
+
+_logger = structlog.get_logger(__name__)
+
+_RESTART_S = 1.0
+"""Pause before something that failed by a bug is started anew."""
+
+
+def unix_time_s() -> float:
+    """Wall clock, to compare with the engines' timestamps."""
+    return datetime.now(UTC).timestamp()
+
+
+class _Bell:
+    """Wakes everyone who waits, once."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def ring(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait(self) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Engine:
+    """An engine of the fleet, found or not, with the ranks that are followed."""
+
+    source: EngineSource
+    state: str = "searching"
+    problem: str | None = None
+    task: asyncio.Task[None] | None = None
+    ranks: dict[RankId, tuple[FollowedRank, asyncio.Task[None]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """What exists only while the service runs."""
+
+    group: asyncio.TaskGroup
+    context: zmq.asyncio.Context
+    ports: Ports
+
+
+class IndexerService:
+    """Follows a fleet that may change while it runs."""
+
+    def __init__(
+        self,
+        *,
+        config: IndexerConfig,
+        sources: Iterable[EngineSource],
+        index: BlockIndex,
+        http: httpx.AsyncClient,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = unix_time_s,
+    ) -> None:
+        self.index_size = IndexSize()
+        """As measured last."""
+        self._config = config
+        self._wanted = {source.instance: source for source in sources}
+        self._index = index
+        self._http = http
+        self._clock = clock
+        self._progress = _Bell()
+        self._means = WritingMeans(
+            index=index,
+            epochs=count(1),
+            config=config,
+            clock=clock,
+            wall_clock=wall_clock,
+            on_progress=self._progress.ring,
+        )
+        self._engines: dict[InstanceId, _Engine] = {}
+        self._ports: Ports | None = None
+        self._fleet_changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow the fleet until cancelled."""
+        with zmq.asyncio.Context() as context:
+            async with asyncio.TaskGroup() as group:
+                ports = Ports(config=self._config, context=context, clock=self._clock, group=group)
+                self._ports = ports
+                running = _Running(group=group, context=context, ports=ports)
+                group.create_task(self._run_measuring())
+                while True:
+                    self._fleet_changed.clear()
+                    await self._change_fleet(running)
+                    await self._fleet_changed.wait()
+
+    def set_sources(self, sources: Iterable[EngineSource]) -> None:
+        """Follow this fleet from now on: engines that left are forgotten, others go on."""
+        self._wanted = {source.instance: source for source in sources}
+        self._fleet_changed.set()
+
+    async def measure(self) -> None:
+        """Bring `index_size` up to date."""
+        self.index_size = await self._index.size()
+
+    # What can be seen.
+
+    @property
+    def is_ready(self) -> bool:
+        """Every engine has been asked for its streams, whatever it answered."""
+        is_running = self._ports is not None
+        return is_running and all(each.state != "searching" for each in self._engines.values())
+
+    def status(self) -> Sequence[RankStatus]:
+        """Every rank that is followed."""
+        return [
+            followed.status()
+            for engine in self._engines.values()
+            for followed, _ in engine.ranks.values()
+        ]
+
+    def rank_status(self, rank: RankId) -> RankStatus | None:
+        """One rank; None while it isn't followed."""
+        engine = self._engines.get(rank.instance)
+        found = engine.ranks.get(rank) if engine else None
+        return found[0].status() if found else None
+
+    def engines(self) -> Sequence[EngineStatus]:
+        """Every engine of the fleet."""
+        return [
+            EngineStatus(
+                instance=instance,
+                alias=engine.source.name,
+                state=engine.state,
+                problem=engine.problem,
+                ranks=len(engine.ranks),
+            )
+            for instance, engine in self._engines.items()
+        ]
+
+    def ports(self) -> Sequence[PortStatus]:
+        """Ports that engines connect to."""
+        return self._ports.status() if self._ports else []
+
+    async def until(self, rank: RankId, is_so: Callable[[RankStatus], bool]) -> RankStatus:
+        """Wait until `is_so` of the rank's status. Give it a deadline."""
+        while True:
+            status = self.rank_status(rank)
+            if status is not None and is_so(status):
+                return status
+            await self._progress.wait()
+
+    async def caught_up(self, rank: RankId, seq: int) -> RankStatus:
+        """Wait until batch `seq`, or a later one, of the present epoch is in the index."""
+        return await self.until(rank, lambda now: now.last_seq is not None and now.last_seq >= seq)
+
+    # What runs.
+
+    async def _run_measuring(self) -> None:
+        while True:
+            await self.measure()
+            await asyncio.sleep(self._config.size_interval_s)
+
+    async def _change_fleet(self, running: _Running) -> None:
+        for instance, engine in list(self._engines.items()):
+            if self._wanted.get(instance) != engine.source:
+                await _stop(engine.task)
+                for rank in list(engine.ranks):
+                    await self._forget(engine, rank)
+                del self._engines[instance]
+        for instance, source in self._wanted.items():
+            if instance not in self._engines:
+                engine = self._engines[instance] = _Engine(source=source)
+                engine.task = running.group.create_task(self._run_engine(engine, running))
+        self._progress.ring()
+
+    async def _run_engine(self, engine: _Engine, running: _Running) -> None:
+        """Keep one engine's ranks followed, whatever becomes of it."""
+        while True:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    await self._run_discovery(engine, running, group)
+            except Exception:
+                _logger.exception("engine_failed", instance=engine.source.name)
+                engine.state, engine.problem = "failed", "a bug: see the log"
+                for rank in list(engine.ranks):
+                    await self._forget(engine, rank)
+                await asyncio.sleep(_RESTART_S)
+
+    async def _run_discovery(
+        self, engine: _Engine, running: _Running, group: asyncio.TaskGroup
+    ) -> None:
+        retry_s = self._config.discovery_retry_s
+        while True:
+            found = await self._find(engine)
+            if found is None:
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, self._config.discovery_interval_s)
+                continue
+            retry_s = self._config.discovery_retry_s
+            await self._change_ranks(engine, found, running, group)
+            await asyncio.sleep(self._config.discovery_interval_s)
+
+    async def _find(self, engine: _Engine) -> FoundSources | None:
+        before = engine.state
+        try:
+            found = await find_sources(engine.source, config=self._config, http=self._http)
+        except SourceError as error:
+            # Ranks that are followed stay: their sockets notice by themselves when it is back.
+            engine.state, engine.problem = error.reason, str(error)
+            if before != engine.state:
+                _logger.warning("engine_not_found", instance=engine.source.name, error=str(error))
+            return None
+        engine.state, engine.problem = found.reason, None
+        if before != engine.state:
+            facts = {"model": found.model, "ranks": len(found.ranks), "state": found.reason}
+            _logger.info("engine_found", instance=engine.source.name, **facts)
+        return found
+
+    async def _change_ranks(
+        self,
+        engine: _Engine,
+        found: FoundSources,
+        running: _Running,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        wanted = {source.rank: source for source in found.ranks}
+        for rank, (followed, task) in list(engine.ranks.items()):
+            if wanted.get(rank) != followed.source:
+                await _stop(task)
+                await self._forget(engine, rank)
+        for rank, source in wanted.items():
+            if rank not in engine.ranks:
+                followed = FollowedRank(
+                    source, means=self._means, context=running.context, ports=running.ports
+                )
+                engine.ranks[rank] = followed, group.create_task(followed.run())
+        self._progress.ring()
+
+    async def _forget(self, engine: _Engine, rank: RankId) -> None:
+        del engine.ranks[rank]
+        await self._index.retire(rank)
+
+
+async def _stop(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait((task,))

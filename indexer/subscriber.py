@@ -1,0 +1,239 @@
+"""Follows one rank: feeds its stream with what happens, and performs the effects in order.
+
+Whatever happens (a live batch, a replayed one, a connection) waits in one bounded inbox, so the
+stream sees one thing at a time, after the effects of the last. A replay runs beside it and puts
+its answers into the same inbox.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, assert_never
+
+import structlog
+import zmq.asyncio
+
+from indexer.config import IndexerConfig, RankSource
+from indexer.core.events import batch_ts
+from indexer.core.frames import FrameError, parse_replay
+from indexer.core.rank_status import RankCounts
+from indexer.core.replay import StreamLimits
+from indexer.core.stream import RankStream
+from indexer.core.stream_effects import (
+    ApplyBatch,
+    Dropped,
+    Effect,
+    GapLost,
+    GapOpened,
+    GapRepaired,
+    OpenEpoch,
+    ReplayEnded,
+    RequestReplay,
+    TrustChanged,
+)
+from indexer.core.types import Trust
+from indexer.sockets import ReplaySocket, SocketError
+
+_logger = structlog.get_logger(__name__)
+
+_INBOX_MESSAGES = 1024
+_TURN_S = 0.002
+"""How long this rank may keep the event loop: requests are routed on the same one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """What applying one batch showed."""
+
+    is_cleared: bool = False
+    """It said that the cache is empty."""
+    has_lost_events: bool = False
+    """Something of it could not be read."""
+
+
+class StreamSink(Protocol):
+    """Where a rank's ordered batches go."""
+
+    async def open_epoch(self, reason: str) -> None: ...
+    async def apply(self, effect: ApplyBatch) -> BatchOutcome: ...
+    async def set_trust(self, trust: Trust, reason: str) -> None: ...
+    def on_effect(self, effect: Effect) -> None:
+        """See every effect, before it is performed."""
+        ...
+
+
+class RankSubscriber:
+    """A `ports.Listener`. `run` ends only by cancellation or a bug."""
+
+    def __init__(
+        self,
+        source: RankSource,
+        *,
+        sink: StreamSink,
+        config: IndexerConfig,
+        context: zmq.asyncio.Context,
+        clock: Callable[[], float],
+        counts: RankCounts,
+    ) -> None:
+        limits = StreamLimits(max_held_batches=config.max_held_batches)
+        self.stream = RankStream(
+            can_replay=source.replay is not None, ts_of=batch_ts, limits=limits
+        )
+        self.is_connected = False
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called when something that happened has been dealt with."""
+        self._source = source
+        self._sink = sink
+        self._config = config
+        self._context = context
+        self._clock = clock
+        self._counts = counts
+        self._inbox: asyncio.Queue[Callable[[], list[Effect]]] = asyncio.Queue(_INBOX_MESSAGES)
+        self._is_over = False
+        self._replay: asyncio.Task[None] | None = None
+        self._turn_began_s = clock()
+        self._rebuild_pause_s = config.rebuild_interval_s
+        self._rebuild_after_s = clock()
+
+    async def on_live(self, seq: int, payload: bytes) -> None:
+        """Wait while the inbox is full: ZMQ queues meanwhile."""
+        await self._put(partial(self.stream.on_live, seq, payload))
+
+    async def on_connection(self, *, is_up: bool) -> None:
+        self.is_connected = is_up
+        self._counts.connections += is_up
+        stream = self.stream
+        await self._put(stream.on_connected if is_up else stream.on_disconnected)
+
+    def on_rejected(self, reason: str) -> None:
+        self._counts.rejected[reason] += 1
+
+    async def run(self) -> None:
+        """Deal with what happens until cancelled."""
+        try:
+            await self._open_epoch("started")
+            await self._sink.set_trust(self.stream.trust.level, self.stream.trust.reason)
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    happened = await self._next_happening()
+                    for effect in (*happened(), *self._rebuild_if_due()):
+                        await self._perform(effect, group)
+                    self.on_progress()
+        finally:
+            # A port that others share may be waiting for room in here.
+            self._is_over = True
+            while not self._inbox.empty():
+                self._inbox.get_nowait()
+
+    async def _next_happening(self) -> Callable[[], list[Effect]]:
+        """What waits in the inbox; for a degraded rank of an idle engine, that time has passed."""
+        if not self._inbox.empty() or self.stream.trust.level is not Trust.DEGRADED:
+            return await self._inbox.get()
+        try:
+            async with asyncio.timeout(max(0.0, self._rebuild_after_s - self._clock())):
+                return await self._inbox.get()
+        except TimeoutError:
+            return list
+
+    async def _put(self, happened: Callable[[], list[Effect]]) -> None:
+        if not self._is_over:
+            await self._inbox.put(happened)
+
+    async def _perform(self, effect: Effect, group: asyncio.TaskGroup) -> None:
+        self._sink.on_effect(effect)
+        match effect:
+            case ApplyBatch():
+                await self._apply(effect)
+            case RequestReplay():
+                if self._replay is not None:
+                    self._replay.cancel()
+                self._replay = group.create_task(self._run_replay(effect))
+            case OpenEpoch(reason=reason):
+                await self._open_epoch(reason)
+            case TrustChanged(trust=trust, reason=reason):
+                await self._sink.set_trust(trust, reason)
+            case _:
+                self._count(effect)
+        await self._yield_turn()
+
+    async def _open_epoch(self, reason: str) -> None:
+        self._counts.epochs[reason] += 1
+        self._rebuild_pause_s = self._config.rebuild_interval_s
+        await self._sink.open_epoch(reason)
+
+    async def _apply(self, effect: ApplyBatch) -> None:
+        outcome = await self._sink.apply(effect)
+        changes: list[Effect] = []
+        if outcome.is_cleared:
+            changes += self.stream.on_cleared(effect.seq)
+        if outcome.has_lost_events:
+            changes += self.stream.on_events_lost(effect.seq)
+        for change in changes:
+            if isinstance(change, TrustChanged):
+                self._sink.on_effect(change)
+                await self._sink.set_trust(change.trust, change.reason)
+
+    def _count(self, effect: Dropped | GapOpened | GapRepaired | GapLost | ReplayEnded) -> None:
+        counts = self._counts
+        match effect:
+            case Dropped(reason=reason):
+                counts.rejected[reason] += 1
+            case GapOpened():
+                counts.gaps["opened"] += 1
+            case GapRepaired():
+                counts.gaps["repaired"] += 1
+            case GapLost(first_seq=first, last_seq=last):
+                counts.gaps["lost"] += 1
+                counts.lost_batches += last - first + 1
+            case ReplayEnded(outcome=outcome):
+                counts.replays[outcome] += 1
+            case _:
+                assert_never(effect)
+
+    def _rebuild_if_due(self) -> list[Effect]:
+        """A degraded rank is replayed from its beginning, ever more rarely while it won't help."""
+        if self.stream.trust.level is not Trust.DEGRADED:
+            self._rebuild_pause_s = self._config.rebuild_interval_s
+            return []
+        now_s = self._clock()
+        if now_s < self._rebuild_after_s:
+            return []
+        effects = self.stream.on_rebuild_wanted()
+        self._rebuild_after_s = now_s + self._rebuild_pause_s
+        if effects:
+            self._rebuild_pause_s *= 2
+        return effects
+
+    async def _yield_turn(self) -> None:
+        if self._clock() - self._turn_began_s > _TURN_S:
+            await asyncio.sleep(0)
+            self._turn_began_s = self._clock()
+
+    async def _run_replay(self, asked: RequestReplay) -> None:
+        """Ask once; every answer, and how it ended, goes into the inbox."""
+        endpoint, stream, ticket = self._source.replay, self.stream, asked.ticket
+        failed = partial(stream.on_replay_failed, ticket)
+        if endpoint is None:
+            await self._put(failed)
+            return
+        high_water = self._config.receive_high_water
+        try:
+            with ReplaySocket(endpoint, high_water=high_water, context=self._context) as socket:
+                socket.ask(asked.from_seq)
+                while messages := await socket.take_messages(self._config.replay_timeout_s):
+                    for frames in messages:
+                        try:
+                            batch = parse_replay(frames)
+                        except FrameError as error:
+                            self._counts.rejected[error.reason] += 1
+                            continue
+                        if batch is None:
+                            await self._put(partial(stream.on_replay_end, ticket))
+                            return
+                        await self._put(
+                            partial(stream.on_replayed, ticket, batch.seq, batch.payload)
+                        )
+        except SocketError as error:
+            _logger.warning("replay_not_asked", endpoint=endpoint, error=str(error))
+        await self._put(failed)

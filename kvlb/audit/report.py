@@ -1,0 +1,163 @@
+"""What an audit found: counted per phase and in total, row by row, as JSON or as a table."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+
+
+class Verdict(StrEnum):
+    """How a prediction compares with what the engine reported."""
+
+    EXACT = "exact"
+    EXPLAINED = "explained"
+    UNEXPLAINED = "unexplained"
+    NOT_COMPARABLE = "not_comparable"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One request."""
+
+    i: int
+    phase: str
+    label: str | None
+    src: str
+    rank: int | None
+    prompt_tokens: int | None
+    predicted: int | None
+    """Cached tokens we predict at send time."""
+    reported: int | None
+    """Cached tokens the engine reported."""
+    verdict: Verdict
+    rule: str | None = None
+    """Why an explained prediction differs."""
+    reason: str | None = None
+    """Why it is not comparable."""
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of some rows: `requests` = `exact` + explained + `unexplained`."""
+
+    requests: int
+    exact: int
+    explained: dict[str, int]
+    unexplained: int
+    not_comparable: dict[str, int]
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One capture, audited."""
+
+    requests: int
+    exact: int
+    explained: dict[str, int]
+    unexplained: int
+    not_comparable: dict[str, int]
+    phases: dict[str, Tally]
+    events: dict[str, int]
+    """Batches applied, and what of the stream was not, by reason."""
+    rows: list[Row]
+
+    def to_json(self) -> str:
+        """The report as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether no request that was sent alone was missed without a known cause."""
+        serial = self.phases.get("serial")
+        return serial is None or not serial.unexplained
+
+
+def build_report(rows: list[Row], events: Mapping[str, int]) -> AuditReport:
+    """Count `rows`, which stay in their order."""
+    phases: dict[str, list[Row]] = {}
+    for row in rows:
+        phases.setdefault(row.phase, []).append(row)
+    total = _tally(rows)
+    return AuditReport(
+        requests=total.requests,
+        exact=total.exact,
+        explained=total.explained,
+        unexplained=total.unexplained,
+        not_comparable=total.not_comparable,
+        phases={phase: _tally(of_phase) for phase, of_phase in phases.items()},
+        events=dict(events),
+        rows=rows,
+    )
+
+
+def _tally(rows: Iterable[Row]) -> Tally:
+    verdicts: Counter[Verdict] = Counter()
+    explained: Counter[str] = Counter()
+    not_comparable: Counter[str] = Counter()
+    for row in rows:
+        verdicts[row.verdict] += 1
+        if row.rule is not None:
+            explained[row.rule] += 1
+        if row.reason is not None:
+            not_comparable[row.reason] += 1
+    return Tally(
+        requests=verdicts.total() - verdicts[Verdict.NOT_COMPARABLE],
+        exact=verdicts[Verdict.EXACT],
+        explained=dict(explained),
+        unexplained=verdicts[Verdict.UNEXPLAINED],
+        not_comparable=dict(not_comparable),
+    )
+
+
+def render_table(report: AuditReport) -> Group:
+    """Counts per phase, then every request whose difference has no known cause."""
+    counts = Table(
+        title="Predicted and reported cached tokens", title_justify="left", box=SIMPLE_HEAD
+    )
+    counts.add_column("phase")
+    counts.add_column("requests", justify="right")
+    counts.add_column("exact", justify="right")
+    counts.add_column("explained")
+    counts.add_column("unexplained", justify="right")
+    counts.add_column("not comparable")
+    for phase, tally in report.phases.items():
+        counts.add_row(*_cells(phase, tally))
+    if len(report.phases) > 1:
+        counts.add_section()
+        counts.add_row(*_cells("all", report))
+    unexplained = [row for row in report.rows if row.verdict is Verdict.UNEXPLAINED]
+    return Group(counts, *([_differences(unexplained)] if unexplained else []), _events(report))
+
+
+def _cells(name: str, tally: Tally | AuditReport) -> tuple[str, ...]:
+    style = "red" if tally.unexplained else "green"
+    return (
+        name,
+        str(tally.requests),
+        str(tally.exact),
+        _counts(tally.explained),
+        f"[{style}]{tally.unexplained}[/]",
+        _counts(tally.not_comparable),
+    )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    lines = (f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
+    return "\n".join(lines) or "-"
+
+
+def _differences(rows: Iterable[Row]) -> Table:
+    table = Table(title="Without a known cause", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("i", "phase", "instance", "prompt", "predicted", "reported"):
+        table.add_column(heading, justify="left" if heading in {"phase", "instance"} else "right")
+    for row in rows:
+        instance = row.src if row.rank is None else f"{row.src}/{row.rank}"
+        figures = (row.prompt_tokens, row.predicted, row.reported)
+        table.add_row(str(row.i), row.phase, instance, *map(str, figures))
+    return table
+
+
+def _events(report: AuditReport) -> str:
+    counts = (f"{count} {name.replace('_', ' ')}" for name, count in report.events.items())
+    return "Events: " + ", ".join(counts)

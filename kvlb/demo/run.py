@@ -1,0 +1,161 @@
+"""`kvlb demo`: the same conversations through kvlb and through round robin, each on cold caches.
+
+Round robin does what the example proxies of vLLM do: the next prefill engine, then the next decode
+engine, for every request. Each policy gets a fresh simulated 2P2D fleet of its own.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from balancer.core.routing_settings import PdSettings, PolicyName, RoutingSettings
+from indexer.core.types import Trust
+from kvlb.demo.counters import count_fleet
+from kvlb.demo.report import DemoReport, EngineCounts, PolicyRun, judge
+from kvlb.demo.tables import show_report
+from kvlb.errors import MissingExtraError, PeerError
+from kvlb.event_loop import run_command
+from kvlb.logs import configure_logs
+from kvlb.running import RunningKvlb, running_kvlb
+from kvlb.settings import KvlbSettings, Overrides, load_settings
+from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
+from simulator.core.settings import EngineSettings
+from simulator.service import RunningFleet
+from simulator.workload import Conversation, WorkloadShape
+from simulator.workload import conversations as write_conversations
+
+FLEET = "2p2d"
+ENGINE = EngineSettings(
+    # Slow on purpose: simulated time must dwarf what Python itself needs on a busy laptop.
+    prefill_tokens_per_s=4_000.0,
+    inter_token_ms=12.0,
+    # 20,000 tokens: room for half of the conversations, as caches of busy engines have.
+    num_blocks=1_250,
+)
+READY_S = 15.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What the command line says."""
+
+    seed: int
+    conversations: int
+    turns: int
+
+
+def demo(options: DemoOptions, *, as_json: bool) -> int:
+    """Run both policies, print the comparison; 0 if every criterion holds, else 1."""
+    configure_logs(logging.ERROR)
+    try:
+        import openai  # noqa: F401, PLC0415 - an optional extra
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "the demo talks through the `openai` package; install it with: pip install 'kvlb[demo]'"
+        ) from error
+    report = run_command(run_demo(options))
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
+    else:
+        show_report(report, Console())
+    return 0 if report.passed else 1
+
+
+async def run_demo(options: DemoOptions) -> DemoReport:
+    """Play the workload once per policy."""
+    shape = WorkloadShape(
+        conversations=options.conversations,
+        turns=options.turns,
+        shared_system_chars=600,
+        first_message_chars=1_800,
+        next_message_chars=300,
+        answer_tokens=40,
+        arrivals_per_s=1.5,
+        think_s=1.0,
+    )
+    script = write_conversations(options.seed, shape)
+    progress = Progress(
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with progress:
+        total = options.conversations * options.turns
+        bars = {name: progress.add_task(name, total=total, start=False) for name in POLICIES}
+        runs = []
+        for name in POLICIES:
+            progress.start_task(bars[name])
+            advance = _advance(progress, bars[name])
+            runs.append(await run_policy(name, script, on_answer=advance))
+    ours, theirs = runs
+    return judge(ours, theirs)
+
+
+POLICIES: tuple[PolicyName, ...] = ("kvlb", "round_robin")
+
+
+async def run_policy(
+    policy: PolicyName, script: Sequence[Conversation], *, on_answer: Callable[[], None]
+) -> PolicyRun:
+    """Play `script` over a fresh fleet."""
+    from kvlb.demo.play import play  # noqa: PLC0415 - needs the optional extra
+
+    async with simulated_fleet(parse_fleet(FLEET), ENGINE) as fleet:
+        async with running_kvlb(_settings(policy, fleet)) as kvlb:
+            await _wait_until_ready(kvlb, engines=len(fleet.engines))
+            started_s = time.monotonic()
+            requests = await play(
+                kvlb.url, script, model=ENGINE.model, clock=time.monotonic, on_answer=on_answer
+            )
+            duration_s = time.monotonic() - started_s
+        counts = await _count(fleet)
+    return PolicyRun(policy=policy, requests=requests, counts=counts, duration_s=duration_s)
+
+
+def _settings(policy: PolicyName, fleet: RunningFleet) -> KvlbSettings:
+    instances = tuple(instance_option(engine) for engine in fleet.engines)
+    settings = load_settings(None, Overrides(instances=instances, port=0), {})
+    force = "remote" if policy == "round_robin" else "auto"
+    return msgspec.structs.replace(
+        settings, routing=RoutingSettings(policy=policy), pd=PdSettings(force=force)
+    )
+
+
+async def _wait_until_ready(kvlb: RunningKvlb, *, engines: int) -> None:
+    """Both halves know the whole fleet: instances are healthy, events are followed."""
+    try:
+        async with asyncio.timeout(READY_S), httpx.AsyncClient(trust_env=False) as http:
+            while True:
+                answer = await http.get(f"{kvlb.url}/ready")
+                body = answer.json()
+                followed = [each for each in kvlb.indexer.status() if each.trust is Trust.EXACT]
+                if body["ready"] and not body["reasons"] and len(followed) == engines:
+                    return
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        raise PeerError(f"the simulated fleet was not ready within {READY_S:.0f} s") from error
+
+
+async def _count(fleet: RunningFleet) -> EngineCounts:
+    answering, others = [], []
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for engine in fleet.engines:
+            text = (await http.get(f"{engine.url}/metrics")).text
+            (others if engine.role == "prefill" else answering).append(text)
+    return count_fleet(answering, others)
+
+
+def _advance(progress: Progress, bar: object) -> Callable[[], None]:
+    return lambda: progress.advance(bar)  # type: ignore[arg-type]

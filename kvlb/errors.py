@@ -1,0 +1,24 @@
+"""Errors of the command: a sentence for the person at the terminal, exit code 2.
+
+KvlbError
+├── SettingsError       an option, a file or an environment variable has to change
+├── CaptureError        a capture of `kvlb audit` can't be read
+├── PeerError           something we talk to did not answer as it should
+└── MissingExtraError   an optional package isn't installed
+"""
+
+
+class KvlbError(Exception):
+    """Base of all errors the command reports without a traceback. The message says what to do."""
+
+
+class SettingsError(KvlbError):
+    """An option, a configuration key or an environment variable has to change."""
+
+
+class PeerError(KvlbError):
+    """A balancer or an engine did not answer as it should."""
+
+
+class MissingExtraError(KvlbError):
+    """An optional package isn't installed."""

@@ -1,0 +1,199 @@
+"""`kvlb events`: follows an engine's streams with the indexer's own parts and prints what comes.
+
+What is shown is what the indexer would do: the same ordering, gap detection, replay and restart
+rules. Nothing is indexed.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from indexer.config import EngineSource, IndexerConfig, RankSource
+from indexer.core.endpoints import EndpointError, check_endpoint
+from indexer.core.stream_effects import Effect, ReplayEnded, RequestReplay
+from indexer.core.types import InstanceId, RankId
+from indexer.follower import FollowedBatch, FollowedItem, follow
+from indexer.sources import EngineRefusedError, SourceError, find_sources
+from kvlb.errors import PeerError, SettingsError
+from kvlb.event_lines import EventLines, Line, render_line
+from kvlb.event_loop import run_command, wait_for_stop
+from kvlb.logs import configure_logs
+
+UNKNOWN_MODEL = "-"
+"""Nothing is indexed, so the engine's model needs not be asked for."""
+
+UNDECODABLE = {"what": "rejected", "reason": "undecodable_batch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsOptions:
+    """What the command line says."""
+
+    engine: str
+    replay: str | None
+    start: int | None
+    limit: int | None
+    as_json: bool
+
+
+class ShownBatches:
+    """Ends the command after so many batches, over all ranks."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._left = limit
+        self.reached = asyncio.Event()
+
+    def count(self) -> bool:
+        """Whether one more may be shown."""
+        if self.reached.is_set():
+            return False
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.reached.set()
+        return True
+
+
+class RankView:
+    """Turns what one rank's stream brings into lines.
+
+    What was published before we came is only shown if asked for (`start`).
+    """
+
+    def __init__(
+        self,
+        source: RankSource,
+        *,
+        start: int | None,
+        batches: ShownBatches,
+        write: Callable[[Line], None],
+    ) -> None:
+        self._rank = source.rank.rank
+        self._start = start
+        self._is_joining = source.replay is not None and start is None
+        self._batches = batches
+        self._write = write
+        self._lines = EventLines()
+
+    def show(self, item: FollowedItem) -> None:
+        """Write the lines of a batch or an effect, if they are wanted."""
+        if isinstance(item, FollowedBatch):
+            self._show_batch(item)
+        else:
+            self._show_effect(item)
+
+    def _show_batch(self, item: FollowedBatch) -> None:
+        is_history = self._is_joining and item.replayed
+        if is_history or item.seq < (self._start or 0) or not self._batches.count():
+            return
+        if item.batch is None:
+            self._write({**UNDECODABLE, "seq": item.seq, "rank": self._rank})
+            return
+        for line in self._lines.describe_batch(
+            self._rank, item.seq, item.batch, replayed=item.replayed
+        ):
+            self._write(line)
+
+    def _show_effect(self, effect: Effect) -> None:
+        if self._is_joining and isinstance(effect, RequestReplay):
+            return
+        if isinstance(effect, ReplayEnded):
+            self._is_joining = False
+        line = self._lines.describe_effect(self._rank, effect)
+        if line is not None:
+            self._write(line)
+
+
+def watch(options: EventsOptions) -> None:
+    """Print events until the limit, SIGINT or SIGTERM."""
+    configure_logs(logging.ERROR)
+    run_command(_watch(options))
+
+
+async def _watch(options: EventsOptions) -> None:
+    sources = await find_streams(options)
+    if options.start is not None and any(source.replay is None for source in sources):
+        raise SettingsError("--from needs a replay socket; name it with --replay tcp://host:port")
+    write = _write_json if options.as_json else _write_text
+    batches = ShownBatches(options.limit)
+    async with asyncio.TaskGroup() as group:
+        following = [
+            group.create_task(_follow(source, options.start, batches, write)) for source in sources
+        ]
+        waiting = [
+            group.create_task(wait_for_stop()),
+            group.create_task(batches.reached.wait()),
+        ]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*waiting, *following):
+            task.cancel()
+
+
+async def _follow(
+    source: RankSource,
+    start: int | None,
+    batches: ShownBatches,
+    write: Callable[[Line], None],
+) -> None:
+    write({"what": "following", "rank": source.rank.rank, "endpoint": source.events})
+    view = RankView(source, start=start, batches=batches, write=write)
+    await follow(source, view.show, config=IndexerConfig())
+
+
+async def find_streams(options: EventsOptions) -> Sequence[RankSource]:
+    """Resolve the command line's engine to its ranks' endpoints, or say what is missing."""
+    try:
+        for endpoint in (options.replay, None if _is_url(options.engine) else options.engine):
+            if endpoint is not None:
+                check_endpoint(endpoint)
+    except EndpointError as error:
+        raise SettingsError(f"{error}; an engine's address begins with http://") from error
+    if not _is_url(options.engine):
+        rank = RankId(InstanceId(options.engine), 0)
+        return [
+            RankSource(
+                rank=rank,
+                alias=options.engine,
+                model=UNKNOWN_MODEL,
+                events=options.engine,
+                replay=options.replay,
+            )
+        ]
+    engine = EngineSource(url=options.engine, replay=options.replay, model=UNKNOWN_MODEL)
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            found = await find_sources(engine, config=IndexerConfig(), http=http)
+    except EngineRefusedError as error:
+        raise PeerError(str(error)) from error
+    except SourceError as error:
+        raise PeerError(f"no engine answers at {options.engine}") from error
+    if not found.ranks:
+        raise PeerError(f"{options.engine} {REMEDIES.get(found.reason, found.reason)}")
+    return found.ranks
+
+
+REMEDIES = {
+    "events_off": "publishes no KV events; start it with --kv-events-config "
+    '\'{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:6557"}\'',
+    "no_events_endpoint": "has no /kv_event_sources (vLLM before 0.31); name its event socket: "
+    "kvlb events tcp://host:5557 --replay tcp://host:6557",
+}
+
+
+def _is_url(engine: str) -> bool:
+    return engine.startswith(("http://", "https://"))
+
+
+def _write_text(line: Line) -> None:
+    sys.stdout.write(render_line(line) + "\n")
+    sys.stdout.flush()
+
+
+def _write_json(line: Line) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()

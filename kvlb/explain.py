@@ -1,0 +1,124 @@
+"""`kvlb explain`: asks a running balancer where it would send a request, and shows why."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from kvlb.errors import PeerError, SettingsError
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TIMEOUT_S = 30.0
+
+
+def explain(request: str, *, url: str, path: str | None, as_json: bool) -> None:
+    """Print the plan for `request`, given as JSON, as a file or as `-` for standard input."""
+    body = _read_request(request)
+    chosen_path = path or (CHAT if "messages" in body else COMPLETIONS)
+    plan = _ask(url.rstrip("/"), {"path": chosen_path, "body": body})
+    if as_json:
+        sys.stdout.write(json.dumps(plan, indent=2) + "\n")
+        return
+    _show(plan, Console())
+
+
+def _read_request(request: str) -> dict[str, Any]:
+    text = request
+    if request == "-":
+        text = sys.stdin.read()
+    elif not request.lstrip().startswith(("{", "[")):
+        try:
+            text = Path(request).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"{request!r} is neither JSON nor a file that can be read; write "
+                '\'{"model": "...", "messages": [...]}\''
+            ) from error
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"the request is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise SettingsError("the request must be a JSON object, the body of an OpenAI request")
+    return body
+
+
+def _ask(url: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    key = os.environ.get("KVLB_ADMIN_API_KEY")
+    headers = {"X-API-Key": key} if key else {}
+    try:
+        # Proxies of the environment are for other hosts than a balancer.
+        with httpx.Client(trust_env=False, timeout=TIMEOUT_S) as client:
+            answer = client.post(f"{url}/explain", json=question, headers=headers)
+            body = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PeerError(
+            f"no balancer answers at {url} ({error}); start one with `kvlb up`, "
+            "or name another with --url"
+        ) from error
+    except ValueError as error:
+        raise PeerError(f"{url} is not a kvlb balancer: it answered no JSON") from error
+    if answer.status_code != httpx.codes.OK:
+        raise PeerError(_refusal(url, answer.status_code, body))
+    if not isinstance(body, dict):
+        raise PeerError(f"{url} is not a kvlb balancer: it answered {body!r}")
+    return body
+
+
+def _refusal(url: str, status: int, body: object) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    hint = "; set KVLB_ADMIN_API_KEY" if status in {401, 403} else ""
+    return f"{url}/explain answered {status}: {message or 'no reason given'}{hint}"
+
+
+def _show(plan: Mapping[str, Any], console: Console) -> None:
+    prompt = plan["prompt"]
+    tokens = prompt["tokens"] if prompt["tokens"] is not None else "unknown"
+    console.print(f"model   {plan['model']}", highlight=False, markup=False)
+    console.print(f"prompt  {tokens} tokens ({_source(prompt)})", highlight=False, markup=False)
+    console.print(f"reason  [bold]{plan['reason']}[/]: {plan['meaning']}", highlight=False)
+    for name in ("decode", "prefill"):
+        if plan[name] is not None:
+            _show_leg(name, plan[name], console)
+
+
+def _source(prompt: Mapping[str, Any]) -> str:
+    return prompt["unscorable"] or f"from {prompt['source']}"
+
+
+def _show_leg(name: str, leg: Mapping[str, Any], console: Console) -> None:
+    considered: Sequence[Mapping[str, Any]] = leg["considered"]
+    terms = list(dict.fromkeys(term for each in considered for term in each["terms"]))
+    table = Table(title=f"\n{name} leg", title_justify="left")
+    for heading in ("", "instance", "rank", "overlap", "predicted", "trust", "cost"):
+        table.add_column(heading)
+    for term in terms:
+        table.add_column(term, justify="right")
+    chosen = (leg["chosen"]["instance"], leg["chosen"]["rank"])
+    for each in considered:
+        is_chosen = (each["instance"], each["rank"]) == chosen
+        table.add_row(
+            "→" if is_chosen else "",
+            each["instance"],
+            str(each["rank"]),
+            str(each["overlap_tokens"]),
+            str(each["predicted_tokens"]),
+            each["trust"],
+            _number(each["cost"]),
+            *(_number(each["terms"].get(term, 0)) for term in terms),
+            style="bold" if is_chosen else None,
+        )
+    console.print(table)
+    console.print(leg["why"], highlight=False, markup=False)
+
+
+def _number(value: float | None) -> str:
+    return "∞" if value is None else f"{value:.4g}"

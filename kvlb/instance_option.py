@@ -1,0 +1,73 @@
+"""`--instance http://host:port[,events=tcp://…][,role=prefill]…`: one engine on one line.
+
+Rules:
+
+1. The first part is the engine's address; every other part is `name=value`, each name once.
+2. An error names the part at fault and what would be right there.
+3. The value is what a configuration file would hold under `instances:`; checking values against
+   the settings' types is left to `kvlb.settings`, so both ways in give the same answers.
+
+Cost: none worth naming; runs once per option.
+"""
+
+from difflib import get_close_matches
+from urllib.parse import urlsplit
+
+from kvlb.errors import SettingsError
+
+ENDPOINTS = ("events", "replay")
+NUMBERS = ("ranks", "rank_base")
+WORDS = ("role", "alias", "connector")
+NAMES = (*ENDPOINTS, *WORDS, *NUMBERS)
+ROLES = ("prefill", "decode", "mixed")
+
+
+def parse_instance(text: str) -> dict[str, object]:
+    """Read one `--instance` value into the keys of an `instances:` entry."""
+    url, *parts = (part.strip() for part in text.split(","))
+    entry: dict[str, object] = {"url": _checked_url(url, text)}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals or not value:
+            raise SettingsError(
+                f"--instance {text}: {part!r} is not name=value; names are {', '.join(NAMES)}"
+            )
+        if name not in NAMES:
+            raise SettingsError(f"--instance {text}: unknown name {name!r}; {_nearest(name)}")
+        if name in entry:
+            raise SettingsError(f"--instance {text}: {name!r} is given twice")
+        entry[name] = _checked_value(name, value, text)
+    return entry
+
+
+def _checked_url(url: str, text: str) -> str:
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        complete = False
+    if not complete:
+        raise SettingsError(
+            f"--instance {text}: {url!r} is not an engine's address; write http://host:port"
+        )
+    return url
+
+
+def _checked_value(name: str, value: str, text: str) -> str | int:
+    if name in NUMBERS:
+        if not value.isdecimal():
+            raise SettingsError(f"--instance {text}: {name}={value} is not a whole number")
+        return int(value)
+    if name == "role" and value not in ROLES:
+        raise SettingsError(f"--instance {text}: role={value}; roles are {', '.join(ROLES)}")
+    if name in ENDPOINTS and "://" not in value:
+        raise SettingsError(
+            f"--instance {text}: {name}={value} is no ZMQ endpoint; write {name}=tcp://host:port"
+        )
+    return value
+
+
+def _nearest(name: str) -> str:
+    close = get_close_matches(name, NAMES, n=1)
+    known = f"names are {', '.join(NAMES)}"
+    return f"did you mean {close[0]!r}? {known}" if close else known

@@ -1,0 +1,75 @@
+"""`kvlb up`: indexer and balancer in one process, and with `--simulate` the engines too."""
+
+import asyncio
+import os
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from balancer.server import stop_on_signals
+from kvlb.errors import SettingsError
+from kvlb.event_loop import run_command
+from kvlb.logs import configure_logs
+from kvlb.running import RunningKvlb, run_kvlb
+from kvlb.settings import KvlbSettings, Overrides, load_settings
+from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
+from simulator.core.settings import EngineSettings
+
+NO_ENGINES = (
+    "no engine to balance over; name one with --instance http://host:port, list them in a file "
+    "with --config kvlb.yaml, or try it out with --simulate 2p2d"
+)
+UNKNOWN_MODEL = "YOUR-MODEL"
+
+
+def up(overrides: Overrides, *, config: Path | None, simulate: str | None) -> None:
+    """Run until SIGINT or SIGTERM, then finish what runs."""
+    configure_logs()
+    run_command(_up(overrides, config, simulate))
+
+
+async def _up(overrides: Overrides, config: Path | None, simulate: str | None) -> None:
+    started_s = time.monotonic()
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(stop_on_signals(stop))
+        model = UNKNOWN_MODEL
+        if simulate is not None:
+            engines = EngineSettings()
+            model = engines.model
+            fleet = await stack.enter_async_context(simulated_fleet(parse_fleet(simulate), engines))
+            simulated = [instance_option(engine) for engine in fleet.engines]
+            overrides = replace(overrides, instances=(*simulated, *overrides.instances))
+        settings = load_settings(config, overrides, os.environ)
+        if not settings.instances:
+            raise SettingsError(NO_ENGINES)
+        await run_kvlb(
+            settings,
+            stop=stop,
+            on_listening=lambda running: _greet(running, settings, model, started_s),
+        )
+
+
+def _greet(running: RunningKvlb, settings: KvlbSettings, model: str, started_s: float) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    elapsed_s = time.monotonic() - started_s
+    console.print(
+        f"[bold]kvlb {version('kvlb')}[/] listens on [bold]{running.url}[/] "
+        f"(policy {settings.routing.policy}, up in {elapsed_s:.1f} s)\n"
+    )
+    for each in settings.instances:
+        console.print(f"  {each.name:<10} {each.role.value:<8} {each.id}", markup=False)
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    console.print(
+        "\nTry it:",
+        f"  curl -i {running.url}/v1/chat/completions -H 'content-type: application/json' \\",
+        f"    -d '{body}'",
+        f"\nLook:  {running.url}/status  /metrics  /docs",
+        f"Why:   kvlb explain --url {running.url} '{body}'\n",
+        sep="\n",
+        markup=False,
+    )

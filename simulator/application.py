@@ -1,0 +1,182 @@
+"""One engine's HTTP surface as a plain ASGI application: who answers what, and how errors look."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from simulator.bodies import DetokenizeBody, TokenizeBody, decode_body
+from simulator.core import tokenizer
+from simulator.core.errors import RequestRefusedError
+from simulator.engine import ReceivedRequest, SimulatedEngine
+from simulator.exchange import ClientGoneError, Exchange, Receive, Scope, Send, render_error
+from simulator.exposition import render_metrics, render_state
+from simulator.generation_api import chat, complete
+from simulator.prompts import read_tokenize_prompt
+
+_logger = structlog.get_logger(__name__)
+
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+_FIRST_RELEASE_WITH_SOURCES = (0, 31, 0)
+_PHRASES = {404: "Not Found", 405: "Method Not Allowed"}
+
+Route = Callable[[Exchange], Awaitable[None]]
+
+
+class EngineApplication:
+    """Routes requests to one engine."""
+
+    def __init__(self, engine: SimulatedEngine, sources: dict[str, dict[str, object]]) -> None:
+        self._engine = engine
+        self._sources = sources
+        self._routes: dict[str, dict[str, Route]] = {
+            "/v1/completions": {"POST": lambda exchange: complete(engine, exchange)},
+            "/v1/chat/completions": {"POST": lambda exchange: chat(engine, exchange)},
+            "/v1/models": {"GET": self._list_models},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/health": {"GET": self._report_health},
+            "/ping": {"GET": self._report_health, "POST": self._report_health},
+            "/version": {"GET": self._report_version},
+            "/load": {"GET": self._report_load},
+            "/metrics": {"GET": self._report_metrics},
+            "/simulator/state": {"GET": self._report_state},
+            "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
+        }
+        if engine.settings.release >= _FIRST_RELEASE_WITH_SOURCES:
+            self._routes["/kv_event_sources"] = {"GET": self._report_sources}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await exchange.read_body()
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(exchange.run_until_gone())
+                await self._answer(exchange)
+                watch.cancel()
+        except* ClientGoneError:
+            _logger.debug("client_gone", path=exchange.path)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        self._engine.received.append(
+            ReceivedRequest(
+                method=exchange.method,
+                path=exchange.path,
+                headers=exchange.headers,
+                body=exchange.body,
+            )
+        )
+        if not self._is_allowed(exchange):
+            await exchange.send_json({"error": "Unauthorized"}, status=401)
+            return
+        methods = self._routes.get(exchange.path)
+        if methods is None:
+            await _refuse_route(exchange, 404)
+            return
+        route = methods.get(exchange.method)
+        if route is None:
+            await _refuse_route(exchange, 405)
+            return
+        try:
+            await route(exchange)
+        except RequestRefusedError as error:
+            refusal = render_error(error, self._engine.settings.release)
+            await exchange.send_json(refusal, status=error.status)
+
+    def _is_allowed(self, exchange: Exchange) -> bool:
+        key = self._engine.settings.api_key
+        if key is None or not exchange.path.startswith(_GUARDED):
+            return True
+        return exchange.headers.get("authorization") == f"Bearer {key}"
+
+    async def _list_models(self, exchange: Exchange) -> None:
+        settings = self._engine.settings
+        cards = [
+            self._render_card(
+                settings.model, settings.model, parent=None, context=settings.context_tokens
+            ),
+            *(
+                self._render_card(name, f"/adapters/{name}", parent=settings.model, context=None)
+                for name in settings.adapters
+            ),
+        ]
+        await exchange.send_json({"object": "list", "data": cards})
+
+    def _render_card(
+        self, name: str, root: str, *, parent: str | None, context: int | None
+    ) -> dict[str, Any]:
+        created = int(self._engine.wall_clock())
+        permission = {
+            "id": f"modelperm-{self._engine.random_hex(16)}",
+            "object": "model_permission",
+            "created": created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm",
+            "root": root,
+            "parent": parent,
+            "max_model_len": context,
+            "permission": [permission],
+        }
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        body = decode_body(exchange.body, exchange.headers.get("content-type", ""), TokenizeBody)
+        self._engine.find_adapter(body.model)
+        token_ids = read_tokenize_prompt(body).token_ids
+        texts = tokenizer.describe_tokens(token_ids) if body.return_token_strs else None
+        await exchange.send_json(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._engine.settings.context_tokens,
+                "tokens": token_ids,
+                "token_strs": texts,
+            }
+        )
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        body = decode_body(exchange.body, exchange.headers.get("content-type", ""), DetokenizeBody)
+        self._engine.find_adapter(body.model)
+        await exchange.send_json({"prompt": tokenizer.decode(body.tokens)})
+
+    async def _report_health(self, exchange: Exchange) -> None:
+        await exchange.send(b"", content_type="")
+
+    async def _report_version(self, exchange: Exchange) -> None:
+        await exchange.send_json({"version": self._engine.settings.version})
+
+    async def _report_load(self, exchange: Exchange) -> None:
+        in_flight = sum(rank.in_flight for rank in self._engine.ranks)
+        await exchange.send_json({"server_load": in_flight})
+
+    async def _report_metrics(self, exchange: Exchange) -> None:
+        await exchange.send(render_metrics(self._engine), content_type=CONTENT_TYPE_LATEST)
+
+    async def _report_state(self, exchange: Exchange) -> None:
+        await exchange.send_json(render_state(self._engine))
+
+    async def _report_sources(self, exchange: Exchange) -> None:
+        await exchange.send_json(self._sources)
+
+    async def _reset_prefix_cache(self, exchange: Exchange) -> None:
+        results = [rank.core.reset_prefix_cache() for rank in self._engine.ranks]
+        await exchange.send_json({"success": all(results)})
+
+
+async def _refuse_route(exchange: Exchange, status: int) -> None:
+    phrase = _PHRASES[status]
+    error = {"message": phrase, "type": phrase, "param": None, "code": status}
+    await exchange.send_json({"error": error}, status=status)

@@ -1,0 +1,221 @@
+"""Reads and checks request bodies as vLLM does: which are refused, with which status and words.
+
+Unknown fields are accepted. What pydantic refuses on its own (types, required fields) is a
+"Bad Request"; what the engine refuses after reading the body is a "BadRequestError".
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from simulator.core.errors import InvalidBodyError, RequestRefusedError
+from simulator.core.types import RemotePrefill
+
+_LONGEST_SALT = 1024
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    @property
+    def output_limit_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether every chunk carries usage."""
+        return self.includes_usage and bool(
+            (self.stream_options or {}).get("continuous_usage_stats")
+        )
+
+    @property
+    def reports_full(self) -> bool:
+        return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any] | None = None
+    add_special_tokens: bool | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = 16
+
+    @property
+    def output_limit_tokens(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def output_limit_tokens(self) -> int | None:
+        wanted = self.max_completion_tokens
+        return self.max_tokens if wanted is None else wanted
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize, in its completion and its chat form."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def decode_body(raw: bytes, content_type: str, kind: type[Body]) -> Body:
+    """Read a JSON body, or raise InvalidBodyError saying what is wrong with it."""
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidBodyError("Unsupported Media Type: Only 'application/json' is allowed")
+    try:
+        return msgspec.json.decode(raw, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidBodyError(str(error), param=_field_of(str(error))) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidBodyError(f"JSON decode error: {error}") from error
+
+
+def check_generation(body: GenerationBody) -> None:
+    """Refuse combinations that no engine runs."""
+    if body.stream_options and not body.stream:
+        raise InvalidBodyError(
+            "Stream options can only be defined when `stream=True`.", param="stream_options"
+        )
+    if body.stream and body.prompt_logprobs:
+        raise InvalidBodyError("`prompt_logprobs` are not available when `stream=True`.")
+    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= _LONGEST_SALT:
+        raise InvalidBodyError(
+            "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
+        )
+    _check_range("n", body.n, least=1)
+    _check_range("max_tokens", body.output_limit_tokens, least=1)
+    _check_range("min_tokens", body.min_tokens, least=0)
+    if body.temperature is not None and body.temperature < 0:
+        raise RequestRefusedError(
+            f"temperature must be non-negative, got {body.temperature}.", param="temperature"
+        )
+    if body.top_p is not None and not 0 < body.top_p <= 1:
+        raise RequestRefusedError(f"top_p must be in (0, 1], got {body.top_p}.", param="top_p")
+
+
+def check_limits(body: GenerationBody, prompt_tokens: int, context_tokens: int) -> int:
+    """Return how many tokens may be generated, or refuse a request that doesn't fit."""
+    wanted = body.output_limit_tokens
+    limit = f"This model's maximum context length is {context_tokens} tokens. However, "
+    if prompt_tokens >= context_tokens:
+        raise RequestRefusedError(
+            f"{limit}your prompt contains {prompt_tokens} input tokens, which exceeds this limit "
+            "even without any output tokens. Please reduce the length of the input prompt. "
+            f"(parameter=input_tokens, value={prompt_tokens})",
+            param="input_tokens",
+        )
+    if wanted is not None and prompt_tokens + wanted > context_tokens:
+        raise RequestRefusedError(
+            f"{limit}you requested {wanted} output tokens and your prompt contains "
+            f"{prompt_tokens} input tokens, for a total of {prompt_tokens + wanted} tokens. Please "
+            "reduce the length of the input prompt or the number of requested output tokens. "
+            f"(parameter=input_tokens, value={prompt_tokens})",
+            param="input_tokens",
+        )
+    most = context_tokens - prompt_tokens if wanted is None else wanted
+    if (body.min_tokens or 0) > most:
+        raise RequestRefusedError(
+            f"min_tokens must be less than or equal to max_tokens={most}, got {body.min_tokens}.",
+            param="min_tokens",
+        )
+    return most
+
+
+def read_remote_prefill(params: Mapping[str, Any] | None) -> RemotePrefill | None:
+    """Return where the blocks wait, or None if the parameters don't say so in full."""
+    if not params or not params.get("do_remote_prefill"):
+        return None
+    engine_id = params.get("remote_engine_id")
+    named = ("remote_block_ids", "remote_host", "remote_port")
+    if not isinstance(engine_id, str) or any(params.get(name) is None for name in named):
+        return None
+    request_id, cached = (
+        params.get("remote_request_id"),
+        params.get("remote_prefill_cached_tokens"),
+    )
+    return RemotePrefill(
+        engine_id=engine_id,
+        request_id=request_id if isinstance(request_id, str) else None,
+        block_ids=_flatten(params["remote_block_ids"]),
+        prefill_cached_tokens=cached if isinstance(cached, int) else None,
+    )
+
+
+def _flatten(block_ids: object) -> tuple[int, ...]:
+    """Releases differ: a flat list, or one list per group of which we have one."""
+    if not isinstance(block_ids, list):
+        return ()
+    if block_ids and isinstance(block_ids[0], list):
+        return tuple(block_ids[0])
+    return tuple(block_ids)
+
+
+def _check_range(name: str, value: int | None, *, least: int) -> None:
+    if value is not None and value < least:
+        raise RequestRefusedError(f"{name} must be at least {least}, got {value}.", param=name)
+
+
+def _field_of(message: str) -> str | None:
+    """Return the field a msgspec message complains about: `... - at `$.max_tokens``."""
+    _, found, path = message.partition("`$.")
+    return path.rstrip("`").partition("[")[0] if found else None

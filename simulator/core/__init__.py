@@ -1,0 +1,1 @@
+"""The engine itself: blocks, scheduling, transfers, text. No I/O; time comes in as an argument."""

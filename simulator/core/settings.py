@@ -1,0 +1,103 @@
+"""What a simulated engine is started with: the counterpart of `vllm serve` flags.
+
+`version` decides everything that changed between releases: event encoding, replay framing, the
+fields of `kv_transfer_params`, the hash seed, which metrics and endpoints exist.
+"""
+
+import re
+from typing import Literal
+
+import msgspec
+
+from simulator.core.errors import SettingsError
+
+Version = tuple[int, int, int]
+"""A release as (major, minor, patch); compares as releases do."""
+
+_LARGEST_DEFAULT_CONTEXT_TOKENS = 32_768
+
+
+def parse_version(text: str) -> Version:
+    """Read `0.33` or `0.10.2` or `0.32.0+cpu`."""
+    match = re.match(r"^(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if match is None:
+        raise SettingsError(f"version: {text!r} is not a release like 0.33 or 0.10.2")
+    major, minor, patch = match.groups()
+    return int(major), int(minor), int(patch or 0)
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one simulated engine behaves; every rank of it has its own `num_blocks`."""
+
+    model: str = "sim"
+    adapters: tuple[str, ...] = ()
+    version: str = "0.33.0"
+    block_size: int = 16
+    num_blocks: int = 4096
+    max_model_len: int | None = None
+    """Tokens of prompt and answer; None is what the cache holds, at most 32,768."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    max_queued_requests: int | None = None
+    """Requests in the engine, waiting or running, over all ranks; more are refused with 503."""
+    prefill_tokens_per_s: float = 20_000.0
+    inter_token_ms: float = 10.0
+    """Length of a step that computes no prompt; also the fixed cost of one that does."""
+    transfer_tokens_per_s: float = 200_000.0
+    transfer_latency_ms: float = 2.0
+    kv_lease_s: float = 30.0
+    kv_connector: Literal["nixl"] | None = None
+    """Without one, `kv_transfer_params` are ignored."""
+    dp_size: int = 1
+    api_key: str | None = None
+    hash_seed: str | None = None
+    """Fixes the block hashes; None is fixed from 0.29 on and random per process before."""
+    int_hashes: bool = True
+    events: bool = True
+    replay: bool = True
+    topic: str = "kv-events"
+    buffer_steps: int = 10_000
+
+    def __post_init__(self) -> None:
+        parse_version(self.version)
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name}: must be greater than 0, is {getattr(self, name)}")
+        for name in ("inter_token_ms", "transfer_latency_ms"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name}: must not be negative, is {getattr(self, name)}")
+        if self.num_blocks < 2:
+            raise SettingsError("num_blocks: one block is always set aside, so at least 2")
+        if self.max_model_len is not None and not 0 < self.max_model_len <= self.cache_tokens:
+            raise SettingsError(
+                f"max_model_len: {self.max_model_len} doesn't fit the cache, "
+                f"which holds {self.cache_tokens} tokens"
+            )
+
+    @property
+    def release(self) -> Version:
+        return parse_version(self.version)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that fit the cache of one rank; block 0 is a placeholder, as in vLLM."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt plus answer."""
+        if self.max_model_len is not None:
+            return self.max_model_len
+        return min(self.cache_tokens, _LARGEST_DEFAULT_CONTEXT_TOKENS)
+
+
+_POSITIVE = (
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefill_tokens_per_s",
+    "transfer_tokens_per_s",
+    "kv_lease_s",
+    "dp_size",
+    "buffer_steps",
+)

@@ -1,0 +1,175 @@
+"""Blocks that one engine keeps for another: the pull side of the nixl connector.
+
+Rules:
+
+1. A prefill engine that finished a request with `do_remote_decode` keeps its blocks under the
+   request's id until a decode engine has read them, says it won't, or the lease ends.
+2. The lease runs from the end of the prefill. A decode engine that has accepted the request
+   prolongs it with heartbeats (from 0.22 on); one that never comes lets it end.
+3. Nothing checks a read against the lease: who comes late reads whatever is in those blocks. The
+   engine counts it, and so does the reader, whose text is then wrong.
+
+Invariant: every reservation ends in exactly one of `released`, `expired`, or is still `open`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from simulator.core.settings import EngineSettings
+from simulator.core.types import RemotePrefill, TokenArray
+
+ReadResult = Literal["ok", "expired", "other_prompt"]
+
+_HEARTBEATS_PER_LEASE = 6
+_FIRST_RELEASE_WITH_HEARTBEATS = (0, 22, 0)
+_OLD_LEASE_S = 480.0
+"""`VLLM_NIXL_ABORT_REQUEST_TIMEOUT`, up to 0.21."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Blocks kept for a decode engine."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    tokens: TokenArray
+    expires_s: float
+
+
+class Reservations:
+    """What one rank keeps for others."""
+
+    def __init__(self, settings: EngineSettings, free: Callable[[tuple[int, ...]], None]) -> None:
+        has_heartbeats = settings.release >= _FIRST_RELEASE_WITH_HEARTBEATS
+        self.lease_s = settings.kv_lease_s if has_heartbeats else _OLD_LEASE_S
+        self.heartbeat_s = self.lease_s / _HEARTBEATS_PER_LEASE if has_heartbeats else None
+        self.released = 0
+        self.expired = 0
+        self.reads_after_expiry = 0
+        self.reads_of_other_prompt = 0
+        self._free = free
+        self._open: dict[str, Reservation] = {}
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
+
+    def reserve(
+        self, request_id: str, blocks: list[int], tokens: TokenArray, now_s: float
+    ) -> Reservation:
+        """Keep blocks from now until somebody reads them or the lease ends."""
+        kept = Reservation(
+            request_id=request_id,
+            block_ids=tuple(blocks),
+            tokens=tokens,
+            expires_s=now_s + self.lease_s,
+        )
+        self._open[request_id] = kept
+        return kept
+
+    def renew(self, remote: RemotePrefill, now_s: float) -> None:
+        """A decode engine is alive and still wants the blocks."""
+        kept = self._find(remote)
+        if kept is not None:
+            expires_s = max(kept.expires_s, now_s + self.lease_s * 2 / 3)
+            self._open[kept.request_id] = replace(kept, expires_s=expires_s)
+
+    def read(self, remote: RemotePrefill, prompt: TokenArray) -> ReadResult:
+        """Hand the blocks over and free them; `prompt` is what the reader believes they hold."""
+        kept = self._find(remote)
+        if kept is None:
+            self.reads_after_expiry += 1
+            return "expired"
+        self._release(kept)
+        if kept.tokens[: len(prompt)] != prompt:
+            self.reads_of_other_prompt += 1
+            return "other_prompt"
+        return "ok"
+
+    def release(self, remote: RemotePrefill) -> None:
+        """A decode engine doesn't need the blocks after all."""
+        kept = self._find(remote)
+        if kept is not None:
+            self._release(kept)
+
+    def expire(self, now_s: float) -> None:
+        """Free what nobody came for in time."""
+        for ended in [kept for kept in self._open.values() if kept.expires_s <= now_s]:
+            del self._open[ended.request_id]
+            self.expired += 1
+            self._free(ended.block_ids)
+
+    @property
+    def next_expiry_s(self) -> float | None:
+        """When the next lease ends unless it is prolonged."""
+        return min((kept.expires_s for kept in self._open.values()), default=None)
+
+    def _find(self, remote: RemotePrefill) -> Reservation | None:
+        """Releases up to 0.12 don't name the request, only the blocks."""
+        if remote.request_id is not None:
+            return self._open.get(remote.request_id)
+        matching = (kept for kept in self._open.values() if kept.block_ids == remote.block_ids)
+        return next(matching, None)
+
+    def _release(self, kept: Reservation) -> None:
+        del self._open[kept.request_id]
+        self.released += 1
+        self._free(kept.block_ids)
+
+
+class TransferDirectory:
+    """Finds the engine an id belongs to: what side channels and handshakes are in the real thing."""
+
+    def __init__(self) -> None:
+        self._by_engine_id: dict[str, Reservations] = {}
+
+    def enter(self, engine_id: str, reservations: Reservations) -> None:
+        self._by_engine_id[engine_id] = reservations
+
+    def leave(self, engine_id: str) -> None:
+        self._by_engine_id.pop(engine_id, None)
+
+    def find(self, engine_id: str) -> Reservations | None:
+        return self._by_engine_id.get(engine_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideChannel:
+    """How a rank presents itself to decode engines."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+def render_transfer_params(
+    settings: EngineSettings,
+    channel: SideChannel,
+    kept: Reservation,
+    *,
+    cached_tokens: int,
+) -> dict[str, object]:
+    """Build the `kv_transfer_params` this release would return for `kept`."""
+    release = settings.release
+    nested = release >= (0, 21, 0)
+    params: dict[str, object] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(kept.block_ids)] if nested else list(kept.block_ids),
+        "remote_engine_id": channel.engine_id,
+        "remote_host": channel.host,
+        "remote_port": channel.port,
+    }
+    fields = (
+        ((0, 9, 2), "tp_size", 1),
+        ((0, 13, 0), "remote_request_id", kept.request_id),
+        ((0, 21, 0), "remote_num_tokens", len(kept.tokens)),
+        ((0, 26, 0), "remote_blocks_expiry_time", kept.expires_s),
+        ((0, 28, 0), "transfer_mode", "pull"),
+        ((0, 29, 0), "dcp_size", 1),
+        ((0, 29, 0), "pp_size", 1),
+        ((0, 31, 0), "remote_prefill_cached_tokens", cached_tokens),
+        ((0, 33, 0), "remote_registration_generation", 0),
+    )
+    return params | {name: value for since, name, value in fields if release >= since}

@@ -1,0 +1,135 @@
+"""One life of one simulated engine: its ranks, its models, its ids. Restarting makes a new one."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from simulator.core.engine import EngineCore
+from simulator.core.errors import OverloadedError, RequestRefusedError, UnknownModelError
+from simulator.core.settings import EngineSettings
+from simulator.core.transfer import SideChannel, TransferDirectory
+from simulator.core.types import RemotePrefill
+from simulator.publisher import EventPublisher
+from simulator.rank import EngineRank
+
+_FIRST_RELEASE_WITH_FIXED_SEED = (0, 29, 0)
+_FIRST_RELEASE_TELLING_PEERS = (0, 21, 0)
+_SIDE_CHANNEL_PORT = 5600
+_REMEMBERED_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What an engine shares with others of its process."""
+
+    host: str
+    directory: TransferDirectory
+    context: zmq.asyncio.Context
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    randomness: random.Random
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedRequest:
+    """What came in, for tests to look at."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class SimulatedEngine:
+    """The state behind one HTTP port."""
+
+    def __init__(self, settings: EngineSettings, surroundings: Surroundings) -> None:
+        self.settings = settings
+        self.wall_clock = surroundings.wall_clock
+        self.clock = surroundings.clock
+        self.received: deque[ReceivedRequest] = deque(maxlen=_REMEMBERED_REQUESTS)
+        self.rejected_requests = 0
+        self._directory = surroundings.directory
+        self._random = surroundings.randomness
+        self._engine_ids: list[str] = []
+        self.ranks = [self._create_rank(rank, surroundings) for rank in range(settings.dp_size)]
+
+    def _create_rank(self, rank: int, surroundings: Surroundings) -> EngineRank:
+        settings = self.settings
+        engine_id = f"{self.random_hex(32)}_dp{rank}"
+        self._engine_ids.append(engine_id)
+        core = EngineCore(
+            settings,
+            none_hash=self._none_hash(),
+            channel=SideChannel(
+                engine_id=engine_id, host=surroundings.host, port=_SIDE_CHANNEL_PORT + rank
+            ),
+            directory=surroundings.directory,
+        )
+        surroundings.directory.enter(engine_id, core.reservations)
+        publisher = EventPublisher(
+            settings, rank=rank, context=surroundings.context, wall_clock=surroundings.wall_clock
+        )
+        return EngineRank(core, publisher, surroundings.clock)
+
+    def _none_hash(self) -> bytes:
+        """The parent of every first block: random per process up to 0.28 unless fixed."""
+        if self.settings.hash_seed is not None:
+            return self.settings.hash_seed.encode()
+        if self.settings.release >= _FIRST_RELEASE_WITH_FIXED_SEED:
+            return b"vllm-none-hash"
+        return self.random_hex(32).encode()
+
+    def random_hex(self, digits: int) -> str:
+        return f"{self._random.getrandbits(4 * digits):0{digits}x}"
+
+    def find_adapter(self, model: str | None) -> tuple[str, str | None, int | None]:
+        """Return the served name, the adapter and its id for a requested model."""
+        settings = self.settings
+        if not model or model == settings.model:
+            return settings.model, None, None
+        if model in settings.adapters:
+            return model, model, settings.adapters.index(model) + 1
+        raise UnknownModelError(f"The model `{model}` does not exist.", param="model")
+
+    def pick_rank(self, header: str | None) -> EngineRank:
+        """Return the rank a request is pinned to, else the least loaded."""
+        if header is not None and header.strip().lstrip("-").isdecimal():
+            wanted, ranks = int(header), len(self.ranks)
+            if not 0 <= wanted < ranks:
+                raise RequestRefusedError(
+                    f"data_parallel_rank {wanted} is out of range [0, {ranks})."
+                )
+            return self.ranks[wanted]
+        return min(self.ranks, key=lambda rank: rank.in_flight)
+
+    def check_room(self, sequences: int) -> None:
+        """Refuse what would exceed the queue limit."""
+        limit = self.settings.max_queued_requests
+        if limit is None:
+            return
+        in_flight = sum(rank.in_flight for rank in self.ranks)
+        if in_flight + sequences > limit:
+            self.rejected_requests += 1
+            raise OverloadedError(
+                f"The server is overloaded: {in_flight} requests are in flight, at most {limit} "
+                "are accepted. Please retry later."
+            )
+
+    def decline_transfer(self, remote: RemotePrefill | None) -> None:
+        """A request with blocks elsewhere was refused: from 0.21 on the other engine is told."""
+        if remote is None or self.settings.release < _FIRST_RELEASE_TELLING_PEERS:
+            return
+        peer = self._directory.find(remote.engine_id)
+        if peer is not None:
+            peer.release(remote)
+
+    def close(self) -> None:
+        """End this life: leave the directory and free the event ports."""
+        for engine_id in self._engine_ids:
+            self._directory.leave(engine_id)
+        for rank in self.ranks:
+            rank.publisher.close()

@@ -1,0 +1,244 @@
+"""Carries out /v1/completions and /v1/chat/completions on one engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from simulator.answers import Answer, AnswerOptions, ChatAnswer, Choice, CompletionAnswer
+from simulator.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    check_generation,
+    check_limits,
+    decode_body,
+    read_remote_prefill,
+)
+from simulator.core.errors import GenerationFailedError, RequestRefusedError
+from simulator.core.generation import seed_answer
+from simulator.core.types import EngineRequest
+from simulator.engine import SimulatedEngine
+from simulator.exchange import Exchange
+from simulator.prompts import Prompt, read_chat_prompt, read_completion_prompts
+from simulator.rank import EngineRank, OutputStream
+from simulator.text_output import TextOutput
+
+
+async def complete(engine: SimulatedEngine, exchange: Exchange) -> None:
+    """Answer a completion request."""
+    content_type = exchange.headers.get("content-type", "")
+    body = decode_body(exchange.body, content_type, CompletionBody)
+    await _generate(engine, exchange, body)
+
+
+async def chat(engine: SimulatedEngine, exchange: Exchange) -> None:
+    """Answer a chat request."""
+    content_type = exchange.headers.get("content-type", "")
+    body = decode_body(exchange.body, content_type, ChatBody)
+    await _generate(engine, exchange, body)
+
+
+async def _generate(
+    engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
+) -> None:
+    try:
+        generation = _prepare(engine, exchange, body)
+    except RequestRefusedError:
+        engine.decline_transfer(read_remote_prefill(body.kv_transfer_params))
+        raise
+    await generation.run()
+
+
+def _prepare(
+    engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
+) -> "Generation":
+    """Check everything that can be refused before a token is computed."""
+    check_generation(body)
+    served, adapter, adapter_id = engine.find_adapter(body.model)
+    context_tokens = engine.settings.context_tokens
+    if isinstance(body, ChatBody):
+        prompts = [read_chat_prompt(body, context_tokens)]
+    else:
+        prompts = read_completion_prompts(body, context_tokens)
+    limits = [check_limits(body, len(prompt.token_ids), context_tokens) for prompt in prompts]
+    rank = engine.pick_rank(exchange.headers.get("x-data-parallel-rank"))
+    per_prompt = body.n or 1
+    engine.check_room(len(prompts) * per_prompt)
+    response_id = _name_response(engine, exchange, body)
+    choices = _create_choices(engine, body, prompts, response_id)
+    requests = [
+        _create_request(
+            engine,
+            exchange,
+            body,
+            choice,
+            max_tokens=limits[choice.index // per_prompt],
+            adapter=(adapter, adapter_id),
+        )
+        for choice in choices
+    ]
+    options = AnswerOptions(
+        settings=engine.settings,
+        response_id=response_id,
+        created_unix_s=int(engine.wall_clock()),
+        model=served,
+        echoes=bool(body.echo),
+        returns_token_ids=bool(body.return_token_ids),
+        logprobs=_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    answer = ChatAnswer(options) if isinstance(body, ChatBody) else CompletionAnswer(options)
+    return Generation(rank, exchange, body, answer, list(zip(choices, requests, strict=True)))
+
+
+def _name_response(
+    engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
+) -> str:
+    prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+    given = exchange.headers.get("x-request-id") or body.request_id
+    return f"{prefix}-{given or engine.random_hex(16)}"
+
+
+def _create_choices(
+    engine: SimulatedEngine, body: GenerationBody, prompts: Sequence[Prompt], response_id: str
+) -> list[Choice]:
+    """Create one choice per prompt and answer; ids inside the engine are never used twice."""
+    per_prompt = body.n or 1
+    choices: list[Choice] = []
+    for index in range(len(prompts) * per_prompt):
+        number = "" if isinstance(body, ChatBody) else f"-{index // per_prompt}"
+        child = f"{index % per_prompt}_" if per_prompt > 1 else ""
+        choices.append(
+            Choice(
+                index=index,
+                request_id=f"{child}{response_id}{number}-{engine.random_hex(8)}",
+                prompt=prompts[index // per_prompt],
+                output=TextOutput(body.stop_strings),
+            )
+        )
+    return choices
+
+
+def _create_request(
+    engine: SimulatedEngine,
+    exchange: Exchange,
+    body: CompletionBody | ChatBody,
+    choice: Choice,
+    *,
+    max_tokens: int,
+    adapter: tuple[str | None, int | None],
+) -> EngineRequest:
+    params = body.kv_transfer_params if engine.settings.kv_connector else None
+    session_id = exchange.headers.get("x-session-id") or body.session_id
+    return EngineRequest(
+        request_id=choice.request_id,
+        prompt_token_ids=choice.prompt.token_ids,
+        sampler=seed_answer(choice.prompt.token_ids, choice.index % (body.n or 1)),
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        lora_name=adapter[0],
+        lora_id=adapter[1],
+        cache_salt=body.cache_salt,
+        session_id=session_id,
+        reads_cache=_reads_cache(body),
+        reports_full=body.reports_full,
+        keeps_blocks=bool(params and params.get("do_remote_decode")),
+        remote=read_remote_prefill(params),
+    )
+
+
+def _logprobs(body: CompletionBody | ChatBody) -> int | None:
+    """Completions ask with a number, chat with a flag."""
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs
+
+
+def _reads_cache(body: CompletionBody | ChatBody) -> bool:
+    """Log probabilities of the prompt need every position computed."""
+    echoes_logprobs = bool(body.echo) and _logprobs(body) is not None
+    return body.prompt_logprobs is None and not echoes_logprobs
+
+
+class Generation:
+    """One accepted request until its last byte."""
+
+    def __init__(
+        self,
+        rank: EngineRank,
+        exchange: Exchange,
+        body: GenerationBody,
+        answer: Answer,
+        sequences: list[tuple[Choice, EngineRequest]],
+    ) -> None:
+        self._rank = rank
+        self._exchange = exchange
+        self._body = body
+        self._answer = answer
+        self._requests = [request for _choice, request in sequences]
+        self._choices = [choice for choice, _request in sequences]
+        self._open = {choice.request_id: choice for choice in self._choices}
+        self._stream = OutputStream(sum(request.max_tokens for request in self._requests))
+
+    async def run(self) -> None:
+        """Generate and answer; what is unfinished when the client goes is aborted."""
+        for request in self._requests:
+            self._rank.submit(request, self._stream)
+        try:
+            await (self._run_stream() if self._body.stream else self._run_whole())
+        finally:
+            for request_id in self._open:
+                self._rank.abort(request_id)
+
+    async def _run_whole(self) -> None:
+        while self._open:
+            choice = await self._next_choice()
+            if choice.finish_reason == "error":
+                raise GenerationFailedError("Internal server error")
+        await self._exchange.send_json(self._answer.render_whole(self._choices))
+
+    async def _run_stream(self) -> None:
+        await self._exchange.start_stream()
+        for choice in self._choices:
+            opening = self._answer.render_opening(choice)
+            if opening is not None:
+                await self._exchange.send_event(opening)
+        if await self._stream_tokens() and self._body.includes_usage:
+            await self._exchange.send_event(self._answer.render_usage(self._choices))
+        await self._exchange.end_stream()
+
+    async def _stream_tokens(self) -> bool:
+        """Send tokens until all choices are complete; False if one failed."""
+        while self._open:
+            choice = await self._next_choice()
+            if choice.finish_reason == "error":
+                failure = GenerationFailedError("Internal server error")
+                await self._exchange.send_event(self._answer.render_failure(failure))
+                return False
+            is_final = choice.finish_reason is not None
+            text = choice.output.take(is_final=is_final)
+            if text or is_final or self._body.return_token_ids:
+                await self._exchange.send_event(self._render_chunk(choice, text))
+        return True
+
+    def _render_chunk(self, choice: Choice, text: str) -> dict[str, Any]:
+        chunk = self._answer.render_chunk(choice, text, choice.token_ids[-1])
+        if self._body.repeats_usage:
+            chunk["usage"] = self._answer.render_usage([choice])["usage"]
+        return chunk
+
+    async def _next_choice(self) -> Choice:
+        """Wait for a token of an open choice and return that choice."""
+        while True:
+            output = await self._stream.next()
+            choice = self._open.get(output.request_id)
+            # Tokens that were on their way when a stop string ended the choice.
+            if choice is not None:
+                break
+        choice.accept(output, min_tokens=self._body.min_tokens or 0)
+        if choice.finish_reason is not None:
+            del self._open[choice.request_id]
+            if output.finish_reason is None:
+                self._rank.abort(choice.request_id)
+        return choice

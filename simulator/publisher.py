@@ -1,0 +1,103 @@
+"""One rank's event stream: a PUB socket, a ring of what was sent, a ROUTER that replays it.
+
+A batch is numbered, sent, and kept. Replies are framed as the release does it: with a topic frame
+from 0.26 on, without before. A request that isn't exactly (identity, empty, number) gets no answer.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from simulator.core.settings import EngineSettings
+from simulator.core.types import KvEvent
+from simulator.core.wire import EventEncoder
+
+_logger = structlog.get_logger(__name__)
+
+_END_MARKER = b"\xff" * 8
+_FIRST_RELEASE_WITH_TOPIC = (0, 26, 0)
+_FIRST_RELEASE_WITH_LARGE_QUEUE = (0, 33, 0)
+_OLD_QUEUE_MESSAGES = 1000
+_LIVE_QUEUE_MESSAGES = 100_000
+
+
+class EventPublisher:
+    """Publishes the events of one rank; sequence numbers start at 0 with every new publisher."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        rank: int,
+        context: zmq.asyncio.Context,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._wall_clock = wall_clock
+        self._encoder = EventEncoder(settings.release, int_hashes=settings.int_hashes)
+        self._topic = settings.topic.encode()
+        self._next_seq = 0
+        self._ring: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
+        # A plain socket: PUB never blocks, so sending needs no future.
+        self._live: zmq.Socket[bytes] = zmq.Socket(context, zmq.PUB)
+        self._live.set(zmq.SNDHWM, _LIVE_QUEUE_MESSAGES)
+        self._replay = context.socket(zmq.ROUTER)
+        large = settings.release >= _FIRST_RELEASE_WITH_LARGE_QUEUE
+        queue = 2 * (settings.buffer_steps + 1) if large else _OLD_QUEUE_MESSAGES
+        self._replay.set(zmq.SNDHWM, queue)
+        self.drop_every: int | None = None
+        """Withhold every k-th batch from live subscribers; replay still has it."""
+        self.dropped_batches = 0
+
+    @property
+    def last_seq(self) -> int:
+        """The newest number used, -1 before the first."""
+        return self._next_seq - 1
+
+    def bind(self, host: str, events_port: int, replay_port: int | None) -> None:
+        """Listen; raises zmq.ZMQError if a port is taken."""
+        self._live.bind(f"tcp://{host}:{events_port}")
+        if replay_port is not None:
+            self._replay.bind(f"tcp://{host}:{replay_port}")
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Send one batch."""
+        payload = self._encoder.encode_batch(events, unix_s=self._wall_clock(), rank=self._rank)
+        seq = self._next_seq.to_bytes(8, "big")
+        self._next_seq += 1
+        if self.drop_every is not None and self._next_seq % self.drop_every == 0:
+            self.dropped_batches += 1
+        else:
+            self._live.send_multipart([self._topic, seq, payload], zmq.NOBLOCK)
+        self._ring.append((seq, payload))
+
+    async def run_replay(self) -> None:
+        """Answer replay requests until cancelled."""
+        while True:
+            frames = await self._replay.recv_multipart()
+            if len(frames) != 3 or frames[1] != b"":
+                _logger.warning("replay_request_ignored", frames=len(frames))
+                continue
+            identity, _empty, wanted = frames
+            await self._answer(identity, int.from_bytes(wanted, "big"))
+
+    async def _answer(self, identity: bytes, first_seq: int) -> None:
+        has_topic = self._settings.release >= _FIRST_RELEASE_WITH_TOPIC
+        for seq, payload in list(self._ring):
+            if int.from_bytes(seq, "big") >= first_seq:
+                head = [identity, b"", self._topic] if has_topic else [identity, b""]
+                await self._replay.send_multipart([*head, seq, payload])
+                # Send returns without waiting as long as the queue has room.
+                await asyncio.sleep(0)
+        head = [identity, b"", b""] if has_topic else [identity, b""]
+        await self._replay.send_multipart([*head, _END_MARKER, b""])
+
+    def close(self) -> None:
+        """Free the ports; what wasn't sent is lost, as with a killed process."""
+        self._live.close(linger=0)
+        self._replay.close(linger=0)

@@ -1,0 +1,291 @@
+"""Starts fleets of simulated engines in this process: `async with running_fleet(spec, ...)`."""
+
+import asyncio
+import random
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from simulator.application import EngineApplication
+from simulator.core.errors import SettingsError
+from simulator.core.settings import EngineSettings
+from simulator.core.transfer import TransferDirectory
+from simulator.engine import SimulatedEngine, Surroundings
+from simulator.http_server import HttpServer
+
+Role = Literal["prefill", "decode", "mixed"]
+
+_ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "m": "mixed"}
+_LARGEST_FLEET = 256
+_PORT_ATTEMPTS = 100
+_PORT_RANGE = (15_000, 32_000)
+_REBIND_S = 5.0
+_REBIND_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """How many engines of which role, e.g. `2p2d`, `4` or `1p1d2m`."""
+
+    roles: tuple[Role, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a spec; a plain number is that many mixed engines."""
+        cleaned = text.strip().lower()
+        if cleaned.isdecimal():
+            cleaned += "m"
+        if not re.fullmatch(r"(\d{1,3}[pdm])+", cleaned):
+            raise SettingsError(f"{text!r} is not a fleet; write e.g. 4, 2p2d or 1p1d2m")
+        counts = re.findall(r"(\d+)([pdm])", cleaned)
+        roles = tuple(_ROLES[letter] for count, letter in counts for _ in range(int(count)))
+        if not 0 < len(roles) <= _LARGEST_FLEET:
+            raise SettingsError(f"{text!r}: a fleet has 1 to {_LARGEST_FLEET} engines")
+        return cls(roles)
+
+    @property
+    def needs_transfer(self) -> bool:
+        """Whether blocks go from one engine to another."""
+        return any(role != "mixed" for role in self.roles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ports:
+    """The ports of one engine, kept over restarts; a rank adds its number to the last two."""
+
+    http: int
+    events: int
+    replay: int
+
+
+class RunningEngine:
+    """One engine of a fleet: where it is, and how to stop and restart it."""
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        settings: EngineSettings,
+        ports: _Ports,
+        surroundings: Surroundings,
+    ) -> None:
+        self.name = name
+        self.role: Role = role
+        self.settings = settings
+        self._ports = ports
+        self._surroundings = surroundings
+        self._engine: SimulatedEngine | None = None
+        self._server: HttpServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._surroundings.host}:{self._ports.http}"
+
+    @property
+    def events_endpoint(self) -> str:
+        """Where subscribers of rank 0 connect; rank r is r ports further."""
+        return f"tcp://{self._surroundings.host}:{self._ports.events}"
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        if not self.settings.replay:
+            return None
+        return f"tcp://{self._surroundings.host}:{self._ports.replay}"
+
+    @property
+    def is_running(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def engine(self) -> SimulatedEngine:
+        """The engine in its present life; raises RuntimeError while it is stopped."""
+        if self._engine is None:
+            raise RuntimeError(f"{self.name} is stopped")
+        return self._engine
+
+    def drop_live_batches(self, every: int | None) -> None:
+        """Withhold every k-th event batch from live subscribers until the engine restarts."""
+        for rank in self.engine.ranks:
+            rank.publisher.drop_every = every
+
+    async def start(self, group: asyncio.TaskGroup) -> None:
+        """Begin a new life: empty caches, sequence numbers from 0, the same ports."""
+        engine = SimulatedEngine(self.settings, self._surroundings)
+        if self.settings.events:
+            await self._bind_publishers(engine)
+        application = EngineApplication(engine, self._render_sources())
+        server = HttpServer(application)
+        await server.start(_listen(self._surroundings.host, self._ports.http))
+        for rank in engine.ranks:
+            self._tasks.append(group.create_task(rank.run()))
+            self._tasks.append(group.create_task(rank.publisher.run_replay()))
+        self._engine, self._server = engine, server
+
+    async def stop(self) -> None:
+        """Die as a killed process does: connections are cut, caches are gone."""
+        if self._engine is None or self._server is None:
+            return
+        await self._server.stop()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._engine.close()
+        self._engine = self._server = None
+
+    async def _bind_publishers(self, engine: SimulatedEngine) -> None:
+        """Bind all ranks; after a stop the system may need a moment to give the ports back."""
+        for index, rank in enumerate(engine.ranks):
+            replay_port = self._ports.replay + index if self.settings.replay else None
+            async with asyncio.timeout(_REBIND_S):
+                while True:
+                    try:
+                        rank.publisher.bind(
+                            self._surroundings.host, self._ports.events + index, replay_port
+                        )
+                        break
+                    except zmq.ZMQError:
+                        await asyncio.sleep(_REBIND_PAUSE_S)
+
+    def _render_sources(self) -> dict[str, dict[str, object]]:
+        """What /kv_event_sources says: wildcards for the sockets we listen on, as vLLM does."""
+        if not self.settings.events:
+            return {}
+        return {
+            str(rank): {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{self._ports.events + rank}",
+                "replay_endpoint": (
+                    f"tcp://*:{self._ports.replay + rank}" if self.settings.replay else None
+                ),
+                "buffer_steps": self.settings.buffer_steps,
+                "hwm": 100_000,
+                "max_queue_size": 100_000,
+                "topic": self.settings.topic,
+            }
+            for rank in range(self.settings.dp_size)
+        }
+
+
+class RunningFleet:
+    """Engines that run in this process."""
+
+    def __init__(self, engines: tuple[RunningEngine, ...], group: asyncio.TaskGroup) -> None:
+        self.engines = engines
+        self._group = group
+
+    async def stop(self, engine: RunningEngine) -> None:
+        """Kill one engine; its ports are refused until it is started again."""
+        await engine.stop()
+
+    async def start(self, engine: RunningEngine) -> None:
+        """Start a stopped engine on its old ports."""
+        await engine.start(self._group)
+
+    async def restart(self, engine: RunningEngine) -> None:
+        """Kill and start one engine: the same address, a new life."""
+        await engine.stop()
+        await engine.start(self._group)
+
+
+@asynccontextmanager
+async def running_fleet(
+    spec: FleetSpec,
+    *,
+    engine: EngineSettings | None = None,
+    host: str = "127.0.0.1",
+    base_port: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncIterator[RunningFleet]:
+    """Run a fleet until the block ends; `base_port` 0 takes free ports."""
+    settings = engine if engine is not None else EngineSettings()
+    if spec.needs_transfer and settings.kv_connector is None:
+        settings = msgspec.structs.replace(settings, kv_connector="nixl")
+    context = zmq.asyncio.Context()
+    surroundings = Surroundings(
+        host=host,
+        directory=TransferDirectory(),
+        context=context,
+        clock=clock,
+        wall_clock=lambda: datetime.now(UTC).timestamp(),
+        randomness=random.SystemRandom(),
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            fleet = RunningFleet(_create_engines(spec, settings, surroundings, base_port), group)
+            try:
+                for one in fleet.engines:
+                    await one.start(group)
+                yield fleet
+            finally:
+                for one in fleet.engines:
+                    await one.stop()
+    finally:
+        context.destroy(linger=0)
+
+
+def _create_engines(
+    spec: FleetSpec, settings: EngineSettings, surroundings: Surroundings, base_port: int
+) -> tuple[RunningEngine, ...]:
+    numbers = dict.fromkeys(_ROLES.values(), 0)
+    engines = []
+    for index, role in enumerate(spec.roles):
+        name = f"{role[0]}{numbers[role]}"
+        numbers[role] += 1
+        ports = _choose_ports(settings, surroundings, base_port, index, len(spec.roles))
+        engines.append(RunningEngine(name, role, settings, ports, surroundings))
+    return tuple(engines)
+
+
+def _choose_ports(
+    settings: EngineSettings, surroundings: Surroundings, base_port: int, index: int, engines: int
+) -> _Ports:
+    """Count up from the base port (HTTP first, then events, then replay), or take free ones."""
+    ranks = settings.dp_size
+    if base_port:
+        events = base_port + engines + index * ranks
+        return _Ports(http=base_port + index, events=events, replay=events + engines * ranks)
+    return _Ports(
+        http=_find_free_ports(surroundings, 1),
+        events=_find_free_ports(surroundings, ranks),
+        replay=_find_free_ports(surroundings, ranks),
+    )
+
+
+def _find_free_ports(surroundings: Surroundings, count: int) -> int:
+    """Return the first of `count` neighbouring ports that are free at this moment."""
+    for _ in range(_PORT_ATTEMPTS):
+        # Below the range from which the system takes ports for outgoing connections: between
+        # this look and the bind, or while an engine is stopped, nobody else gets them by chance.
+        first = surroundings.randomness.randrange(*_PORT_RANGE)
+        if all(_is_free(surroundings.host, first + offset) for offset in range(count)):
+            return first
+    raise SettingsError(f"no {count} neighbouring free ports on {surroundings.host}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.setblocking(False)
+    return listener

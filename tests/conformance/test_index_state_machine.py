@@ -1,0 +1,233 @@
+"""Random lives of a fleet: our tables and index against a model that has no memory of its own.
+
+The model keeps what engines said (copies per rank, group, tier and block) and works out every
+answer from scratch: a block is held if a copy lies anywhere, a prompt's overlap is the run of held
+blocks from its start, and in the hybrid rank the last blocks before the end must lie in the
+window group too. A block's engine hash is a hash of the tuple of names of its prefix.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from indexer.core.hashing import Namespace
+from indexer.core.index import BlockIndex, Prompt, RankUpdate, StaleEpochError
+from indexer.core.rank_blocks import RankBlocks
+from indexer.core.types import EngineHash, InstanceId, RankId, Tier, Trust
+
+SIZE = 2
+DEPTH = 4
+WINDOW_TOKENS = 2 * SIZE + 1
+"""Two blocks before the end of a hit."""
+HYBRID = 1
+MODELS = ("tiny", "tiny", "big")
+RANKS = tuple(RankId(InstanceId(f"http://engine-{at}:8000"), 0) for at in range(len(MODELS)))
+
+Path = tuple[int, ...]
+"""Names of the blocks from the root on: one block and its whole prefix."""
+PATHS = [path for length in range(1, DEPTH + 1) for path in product((0, 1), repeat=length)]
+LEAVES = [path for path in PATHS if len(path) == DEPTH]
+
+
+def hash_of(path: Path) -> EngineHash:
+    return EngineHash(hash(("engine", *path)) % 2**64)
+
+
+def tokens_of(path: Path) -> list[int]:
+    return [name * 1000 + at for name in path for at in range(SIZE)]
+
+
+class Life:
+    """One rank: our tables, and the model."""
+
+    def __init__(self, at: int, epoch: int) -> None:
+        self.at = at
+        self.epoch = epoch
+        self.is_known = False
+        """The index has heard of a full group in this epoch."""
+        self.blocks = RankBlocks(rank=RANKS[at], model=MODELS[at], epoch=epoch)
+        self.copies: Counter[tuple[int, Tier, Path]] = Counter()
+        self.seq = 0
+
+    def holds(self, path: Path, group: int = 0) -> bool:
+        return any(self.copies[group, tier, path] for tier in Tier)
+
+    def overlap(self, leaf: Path) -> dict[Tier, int]:
+        """Tokens per tier of a prompt of `leaf` and one token more."""
+        end = 0
+        while end < DEPTH and self.holds(leaf[: end + 1]):
+            end += 1
+        while self.at == HYBRID and not all(
+            self.holds(leaf[: at + 1], group=1) for at in range(max(0, end - 2), end)
+        ):
+            end -= 1
+        fastest = Counter(
+            next(tier for tier in Tier if self.copies[0, tier, leaf[: at + 1]]) for at in range(end)
+        )
+        return {tier: blocks * SIZE for tier, blocks in fastest.items()}
+
+
+ranks = st.integers(0, len(RANKS) - 1)
+tiers = st.sampled_from((Tier.GPU, Tier.GPU, Tier.GPU, Tier.CPU, Tier.STORAGE))
+stores = st.tuples(st.just("store"), st.sampled_from(PATHS), tiers, st.integers(0, DEPTH - 1))
+removals = st.tuples(st.just("remove"), st.sampled_from(PATHS), tiers, st.integers(0, 1))
+offloads = st.tuples(st.just("offload"), st.sampled_from(PATHS), tiers, st.integers(0, 1))
+clears = st.tuples(st.just("clear"), st.just((0,)), tiers, st.just(0))
+steps = st.lists(stores | stores | removals | removals | offloads | clears, max_size=6)
+
+Step = tuple[str, Path, Tier, int]
+
+
+class Fleet(RuleBasedStateMachine):
+    """Engines publish, restart and leave; after each step every prompt is asked."""
+
+    make_index: Callable[[], BlockIndex]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.index = self.make_index()
+        self.lives = [Life(at, 1) for at in range(len(RANKS))]
+        self.trust: dict[RankId, Trust] = {}
+
+    def teardown(self) -> None:
+        self.runner.close()
+
+    @rule(at=ranks, steps=steps)
+    def publish(self, at: int, steps: Sequence[Step]) -> None:
+        """One batch of one rank."""
+        life = self.lives[at]
+        events = [event for step in steps for event in self._events(life, step)]
+        self._apply(life, EventBatch(float(life.seq), 0, events))
+
+    @rule(at=ranks, steps=steps)
+    def restart(self, at: int, steps: Sequence[Step]) -> None:
+        """A new epoch empties the rank."""
+        self.lives[at] = Life(at, self.lives[at].epoch + 1)
+        self.publish(at, steps)
+
+    @rule(at=ranks)
+    def retire(self, at: int) -> None:
+        """The rank leaves the fleet; it may return with its next batch."""
+        self.runner.run(self.index.retire(RANKS[at]))
+        self.trust.pop(RANKS[at], None)
+        self.lives[at] = Life(at, self.lives[at].epoch + 1)
+
+    @rule(at=ranks, trust=st.sampled_from(Trust))
+    def set_trust(self, at: int, trust: Trust) -> None:
+        self.runner.run(self.index.set_trust(RANKS[at], trust))
+        self.trust[RANKS[at]] = trust
+
+    @precondition(lambda self: any(life.is_known for life in self.lives))
+    @rule()
+    def write_late(self) -> None:
+        """Updates of ended epochs are refused."""
+        for life in self.lives:
+            if life.is_known:
+                late = RankUpdate(
+                    rank=RANKS[life.at], model="tiny", epoch=life.epoch - 1, seq=0, changes=[]
+                )
+                with pytest.raises(StaleEpochError):
+                    self.runner.run(self.index.apply(late))
+
+    @invariant()
+    def every_prompt_has_the_overlap_of_the_model(self) -> None:
+        for model, leaf in product(("tiny", "big"), LEAVES):
+            prompt = Prompt(Namespace(model=model), [*tokens_of(leaf), 0])
+            matches = self.runner.run(self.index.match(prompt))
+            assert {rank: match.tokens_by_tier for rank, match in matches.items()} == {
+                RANKS[life.at]: life.overlap(leaf)
+                for life in self.lives
+                if life.is_known and MODELS[life.at] == model
+            }
+            for rank, match in matches.items():
+                assert match.trust is self.trust.get(rank, Trust.EXACT)
+
+    @invariant()
+    def empty_ranks_keep_nothing(self) -> None:
+        for life in self.lives:
+            if not life.copies.total():
+                assert life.blocks.tracked_entries() == 0
+
+    def _apply(self, life: Life, batch: EventBatch) -> None:
+        update = life.blocks.apply(life.seq, batch)
+        life.seq += 1
+        self.runner.run(self.index.apply(update))
+        life.is_known = 0 in life.blocks.groups
+
+    def _events(
+        self, life: Life, step: Step
+    ) -> Sequence[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """What the engine says of one step, which the model notes down."""
+        what, path, tier, detail = step
+        group = detail if life.at == HYBRID else 0
+        match what:
+            case "store":
+                return self._store(life, path, tier, min(detail, len(path) - 1))
+            case "remove":
+                life.copies[group, tier, path] = max(0, life.copies[group, tier, path] - 1)
+                return [BlockRemoved([hash_of(path)], tier, group)]
+            case "offload" if life.holds(path, group):
+                life.copies[group, tier, path] += 1
+                return [BlockStored([hash_of(path)], None, [], 0, tier, group=group)]
+            case "clear":
+                life.copies.clear()
+                return [AllBlocksCleared()]
+            case _:
+                return []
+
+    def _store(self, life: Life, path: Path, tier: Tier, start: int) -> Sequence[BlockStored]:
+        """Blocks `start` and on of `path`; the hybrid rank's window group comes first, masked."""
+        added = [path[: at + 1] for at in range(start, len(path))]
+        parent = hash_of(path[:start]) if start else None
+        tokens = tokens_of(path)[start * SIZE :]
+        for each in added:
+            life.copies[0, tier, each] += 1
+        full = BlockStored(
+            [hash_of(each) for each in added],
+            parent,
+            tokens,
+            SIZE,
+            tier,
+            kind="full_attention",
+        )
+        if life.at != HYBRID:
+            return [full]
+        masked = added[-2:]
+        for each in masked:
+            life.copies[1, tier, each] += 1
+        window = BlockStored(
+            [hash_of(each) for each in masked],
+            parent,
+            tokens,
+            SIZE,
+            tier,
+            group=1,
+            kind="sliding_window",
+            window_tokens=WINDOW_TOKENS,
+        )
+        return [window, full]
+
+
+@pytest.mark.timeout(0 if settings().max_examples > 100 else 120)
+def test_fleet_answers_as_the_model_does(make_index: Callable[[], BlockIndex]) -> None:
+    """Whatever engines say and in whatever order, every prompt's overlap is the model's."""
+
+    class FleetOfBackend(Fleet):
+        pass
+
+    FleetOfBackend.make_index = staticmethod(make_index)
+    run_state_machine_as_test(FleetOfBackend, settings=settings(stateful_step_count=40))

@@ -1,0 +1,153 @@
+"""What every `LoadLedger` must do, whatever it is made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from balancer.core.load import LegWork, LoadLedger
+from balancer.core.local_ledger import LocalLedger
+from indexer.core.types import BlockKey, InstanceId, RankId
+
+FIRST, OTHER = (RankId(InstanceId(f"http://e{number}:8000"), 0) for number in (0, 1))
+KEYS = [BlockKey(number) for number in range(1, 7)]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time as the test says."""
+
+    now_s: float = 5.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=[LocalLedger], ids=["local"])
+def ledger(request: pytest.FixtureRequest, clock: Clock) -> LoadLedger:
+    build: Callable[[Clock], LoadLedger] = request.param
+    return build(clock)
+
+
+def work(rank: RankId = FIRST, *, kind: str = "whole", keys: int = 6) -> LegWork:
+    return LegWork(
+        rank=rank,
+        kind=kind,
+        prompt_tokens=100,
+        uncached_tokens=100,
+        work_s=0.01,
+        keys=KEYS[:keys],
+        believed_s=3.0,
+    )
+
+
+def test_an_unknown_rank_is_idle(ledger: LoadLedger) -> None:
+    """Nothing in flight, nothing predicted, nothing to forget."""
+    ledger.forget(FIRST)
+
+    assert ledger.load(FIRST).requests == 0
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 0
+
+
+def test_booking_counts_at_once_and_on_its_rank_only(ledger: LoadLedger) -> None:
+    """Before the `with` block is even entered."""
+    ledger.hold(work())
+
+    load = ledger.load(FIRST)
+    assert (load.requests, load.queued_tokens, load.decoding) == (1, 100, 0)
+    assert ledger.load(OTHER).requests == 0
+    assert ledger.predicted_blocks(OTHER, KEYS, 0) == 0
+
+
+def test_the_first_token_moves_a_leg_from_queued_to_decoding_once(ledger: LoadLedger) -> None:
+    """Calling again changes nothing, nor does calling after the end."""
+    guard = ledger.hold(work())
+    guard.first_token()
+    guard.first_token()
+    load = ledger.load(FIRST)
+    guard.__exit__(None, None, None)
+    guard.first_token()
+
+    assert (load.requests, load.queued_tokens, load.decoding) == (1, 0, 1)
+    assert ledger.load(FIRST).decoding == 0
+
+
+@pytest.mark.parametrize("kind", ["whole", "prefill", "decode"])
+@pytest.mark.parametrize("first_token", [False, True], ids=["queued", "decoding"])
+@pytest.mark.parametrize("error", [None, RuntimeError()], ids=["done", "failed"])
+def test_every_end_counts_down_once(
+    ledger: LoadLedger, kind: str, first_token: bool, error: RuntimeError | None
+) -> None:
+    """However the leg ends, and however often it is told."""
+    guard = ledger.hold(work(kind=kind))
+    if first_token:
+        guard.first_token()
+    for _ in range(2):
+        guard.__exit__(type(error) if error else None, error, None)
+
+    load = ledger.load(FIRST)
+    assert (load.requests, load.queued_tokens, load.decoding) == (0, 0, 0)
+
+
+def test_predictions_last_while_the_leg_waits(ledger: LoadLedger, clock: Clock) -> None:
+    """A sibling behind a long queue still finds them."""
+    ledger.hold(work(keys=4))
+    clock.now_s += 1000
+
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 4
+    assert ledger.predicted_blocks(FIRST, KEYS, 3) == 1
+    assert ledger.predicted_blocks(FIRST, KEYS, 4) == 0
+
+
+def test_predictions_outlive_a_leg_for_a_while(ledger: LoadLedger, clock: Clock) -> None:
+    """Until `believed_s` after the prompt was computed."""
+    with ledger.hold(work()):
+        pass
+    at_once = ledger.predicted_blocks(FIRST, KEYS, 0)
+    clock.now_s += 3.1
+
+    assert at_once == 6
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 0
+
+
+def test_a_failed_leg_takes_back_what_no_other_predicts(ledger: LoadLedger) -> None:
+    """The sibling's four blocks stay."""
+    ledger.hold(work(keys=4))
+
+    def fail() -> None:
+        with ledger.hold(work(keys=6)):
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 4
+
+
+def test_forgetting_voids_predictions_and_keeps_legs(ledger: LoadLedger) -> None:
+    """The rank restarted; who was in flight ends in its own time."""
+    guard = ledger.hold(work())
+    ledger.forget(FIRST)
+    load = ledger.load(FIRST)
+    guard.__exit__(None, None, None)
+
+    assert load.requests == 1
+    assert ledger.load(FIRST).requests == 0
+
+
+def test_forgotten_predictions_stay_forgotten(ledger: LoadLedger) -> None:
+    """A leg that fails after the rank was forgotten withdraws nothing twice."""
+    guard = ledger.hold(work())
+    ledger.forget(FIRST)
+    voided = ledger.predicted_blocks(FIRST, KEYS, 0)
+    sibling = ledger.hold(work(keys=2))
+    guard.__exit__(RuntimeError, RuntimeError(), None)
+
+    assert voided == 0
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 2
+    sibling.__exit__(None, None, None)

@@ -1,0 +1,187 @@
+"""The cost formula, term by term."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.core.cost import LoadedCandidate, RequestShape, estimate_all, queued_s
+from balancer.core.fleet import Instance, Role
+from balancer.core.load import RankLoad, RankRates
+from balancer.core.plan import Candidate, Choice
+from indexer.core.types import InstanceId, RankId
+
+RATES = RankRates(
+    prefill_s_per_token=1e-3,
+    fixed_s=0.01,
+    step_s=0.02,
+    step_s_per_request=0.001,
+    output_tokens=101,
+)
+SHAPE = RequestShape(prompt_tokens=1000)
+
+
+def loaded(
+    load: RankLoad,
+    *,
+    overlap_tokens: int = 0,
+    predicted_tokens: int = 0,
+    role: Role = Role.MIXED,
+    remote_s: float | None = None,
+) -> LoadedCandidate:
+    instance = Instance(id=InstanceId("http://e0:8000"), alias="e0", role=role)
+    return LoadedCandidate(
+        candidate=Candidate(
+            rank=RankId(instance.id, 0),
+            instance=instance,
+            overlap_tokens=overlap_tokens,
+            predicted_tokens=predicted_tokens,
+        ),
+        load=load,
+        remote_s=remote_s,
+    )
+
+
+def estimate(candidate: LoadedCandidate, shape: RequestShape = SHAPE) -> Choice:
+    return estimate_all(shape, [candidate])[0]
+
+
+def test_an_idle_rank_costs_its_work_and_its_steps() -> None:
+    """Every term of a request nobody else disturbs."""
+    terms = estimate(loaded(RankLoad(rates=RATES), predicted_tokens=200)).terms
+
+    assert terms == pytest.approx(
+        {
+            "queue": 0,
+            "fixed": 0.01,
+            "work": 0.8,
+            "delay": 0.2,
+            "stall": 0,
+            "in_flight": 0.25 * 100 * 0.021,
+            "recent": 0,
+        }
+    )
+
+
+def test_the_cost_is_the_sum_of_its_terms() -> None:
+    """Nothing decides that explain doesn't show."""
+    choice = estimate(loaded(RankLoad(rates=RATES, decoding=3, requests=3)))
+
+    assert choice.cost_s == pytest.approx(sum(choice.terms.values()))
+
+
+def test_the_longer_of_both_overlaps_counts() -> None:
+    """Predicted blocks are worth what held ones are."""
+    held = estimate(loaded(RankLoad(rates=RATES), overlap_tokens=600))
+    predicted = estimate(loaded(RankLoad(rates=RATES), predicted_tokens=600))
+
+    assert held.terms == predicted.terms
+
+
+def test_overlap_beyond_the_prompt_is_no_negative_work() -> None:
+    """A guessed length may be too short."""
+    assert estimate(loaded(RankLoad(rates=RATES), overlap_tokens=5000)).terms["work"] == 0
+
+
+def test_the_queue_shrinks_as_its_head_gets_done() -> None:
+    """By the time passed, but never by more than nine tenths of the head."""
+    load = RankLoad(oldest_queued_s=1.0, queued_tokens=500, head_tokens=200, rates=RATES)
+
+    def after(progress_s: float) -> float:
+        return queued_s(
+            RankLoad(
+                oldest_queued_s=1.0,
+                queued_tokens=500,
+                head_tokens=200,
+                head_progress_s=progress_s,
+                rates=RATES,
+            )
+        )
+
+    assert queued_s(load) == pytest.approx(0.51)
+    assert after(0.1) == pytest.approx(0.41)
+    assert after(9.0) == pytest.approx(0.51 - 0.9 * 0.21)
+
+
+def test_work_is_dearer_where_many_arrive() -> None:
+    """The price of work rises with arrivals and with the share of time already sold."""
+    idle = estimate(loaded(RankLoad(rates=RATES))).terms["delay"]
+    visited = estimate(loaded(RankLoad(arrivals_per_s=2, rates=RATES))).terms["delay"]
+    busy = estimate(loaded(RankLoad(arrivals_per_s=2, work_share=0.8, rates=RATES)))
+    drowned = estimate(loaded(RankLoad(arrivals_per_s=2, work_share=5.0, rates=RATES)))
+
+    assert idle == pytest.approx(0.25)
+    assert visited == pytest.approx(0.25 + 2 * 1.01)
+    assert busy.terms["delay"] == pytest.approx(0.25 + 2 * 1.01 / 0.2)
+    assert drowned.terms["delay"] == pytest.approx(0.25 + 2 * 1.01 / 0.1)
+
+
+@pytest.mark.parametrize(("role", "stall"), [(Role.MIXED, 0.15), (Role.DECODE, 0.5)])
+def test_prefill_beside_decodes_stalls_them(role: Role, stall: float) -> None:
+    """More so on an instance that promised to decode only."""
+    choice = estimate(loaded(RankLoad(decoding=4, rates=RATES), role=role))
+
+    assert choice.terms["stall"] == pytest.approx(stall * 4 * 1.0)
+
+
+def test_a_remote_prefill_replaces_the_work_here() -> None:
+    """Its price, the transfer of what is missing, and the first step."""
+    terms = estimate(
+        loaded(RankLoad(requests=2, rates=RATES), predicted_tokens=400, remote_s=0.3)
+    ).terms
+
+    assert terms == pytest.approx(
+        {
+            "prefill": 0.3,
+            "transfer": 0.005 + 600e-5,
+            "step": 0.022,
+            "in_flight": 0.25 * 100 * 0.025,
+            "recent": 0,
+        }
+    )
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(1, 0), (11, 10), (5000, 100)])
+def test_a_short_answer_cares_little_for_decodes(limit: int, steps: int) -> None:
+    """A limit below the fleet's mean length counts."""
+    shape = RequestShape(prompt_tokens=1000, max_output_tokens=limit)
+
+    choice = estimate(loaded(RankLoad(rates=RATES)), shape)
+
+    assert choice.terms["in_flight"] == pytest.approx(0.25 * steps * 0.021)
+
+
+def test_recent_work_breaks_ties_only() -> None:
+    """All recent work on one of two ranks is worth 0.6 of a prompt's work at most."""
+    shape = RequestShape(prompt_tokens=1000)
+    busy, idle = estimate_all(
+        shape,
+        [loaded(RankLoad(recent_work_s=1000, rates=RATES)), loaded(RankLoad(rates=RATES))],
+    )
+
+    gap_s = busy.terms["recent"] - idle.terms["recent"]
+    assert gap_s == pytest.approx(0.6, rel=0.01)
+
+
+def test_no_candidates_cost_nothing() -> None:
+    """And divide by nothing."""
+    assert estimate_all(SHAPE, []) == []
+
+
+loads = st.builds(
+    RankLoad,
+    requests=st.integers(0, 500),
+    queued_tokens=st.integers(0, 10**6),
+    decoding=st.integers(0, 500),
+    arrivals_per_s=st.floats(0, 1000),
+    work_share=st.floats(0, 50),
+    recent_work_s=st.floats(0, 1e5),
+)
+
+
+@given(load=loads, overlap=st.integers(0, 900), more=st.integers(1, 99))
+def test_more_overlap_never_costs_more(load: RankLoad, overlap: int, more: int) -> None:
+    """All else equal, holding more of the prompt is cheaper."""
+    less = estimate(loaded(load, overlap_tokens=overlap))
+    better = estimate(loaded(load, overlap_tokens=overlap + more))
+
+    assert better.cost_s <= less.cost_s

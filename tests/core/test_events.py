@@ -1,0 +1,419 @@
+"""Every wire format of every release decodes to one shape."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.core.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    UndecodableBatchError,
+    batch_ts,
+    decode_batch,
+)
+from indexer.core.types import EngineHash, Tier
+
+CAPTURES = Path(__file__).parent.parent / "captures"
+H = 0x1122334455667788
+
+# Encoded with msgspec from vLLM's own struct classes of each release.
+ARRAY_090 = (
+    "92cb3ff80000000000009396ab426c6f636b53746f7265649207f8c0940102030402c092ac426c6f636b52656d6f"
+    "766564910791b0416c6c426c6f636b73436c6561726564"
+)
+ARRAY_091 = "93" + ARRAY_090[2:] + "00"
+ARRAY_0102 = (
+    "93cb3ff80000000000009397ab426c6f636b53746f72656491cf1122334455667788c0920a0b02c0a347505593ac"
+    "426c6f636b52656d6f76656491cf1122334455667788a347505591b0416c6c426c6f636b73436c656172656400"
+)
+ARRAY_014 = (
+    "93cb3ff80000000000009398ab426c6f636b53746f72656491cf1122334455667788c0920a0b02c0a3475055c093"
+    "ac426c6f636b52656d6f76656491cf1122334455667788a347505591b0416c6c426c6f636b73436c656172656400"
+)
+ARRAY_017 = (
+    "93cb3ff80000000000009399ab426c6f636b53746f72656491cf1122334455667788c0920a0b02c0a3475055c091"
+    "c093ac426c6f636b52656d6f76656491cf1122334455667788a347505591b0416c6c426c6f636b73436c65617265"
+    "6400"
+)
+ARRAY_020 = (
+    "93cb3ff8000000000000939aab426c6f636b53746f72656491cf1122334455667788c0920a0b02c0a3475055c091"
+    "c00094ac426c6f636b52656d6f76656491cf1122334455667788a34750550091b0416c6c426c6f636b73436c6561"
+    "72656400"
+)
+ARRAY_022 = (
+    "93cb3ff8000000000000939cab426c6f636b53746f72656491cf1122334455667788c0920a0b02c0a3475055c091"
+    "c000ae66756c6c5f617474656e74696f6ec094ac426c6f636b52656d6f76656491cf1122334455667788a3475055"
+    "0091b0416c6c426c6f636b73436c656172656400"
+)
+MAP_024 = (
+    "93cb3ff8000000000000938ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cf1122"
+    "334455667788b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473920a0baa626c6f636b5f73"
+    "697a6502a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b657973"
+    "91c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f"
+    "6e84a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cf1122334455667788a66d65"
+    "6469756da3475055a967726f75705f6964780081a474797065b0416c6c426c6f636b73436c656172656400"
+)
+MAP_033 = MAP_024.replace("938ba474", "93de000ba474", 1)
+MAP_RICH = (
+    "93cb3ff8000000000000918ca474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391c42000"
+    "0102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fb1706172656e745f626c6f636b5f68"
+    "617368c4200000000000000000000000000000000000000000000000000000000000000000a9746f6b656e5f6964"
+    "73920a0baa626c6f636b5f73697a6502a76c6f72615f696401a66d656469756da3475055a96c6f72615f6e616d65"
+    "a373716caa65787472615f6b6579739193a373716c92a7696d6768617368fda473616c74a967726f75705f696478"
+    "01b26b765f63616368655f737065635f6b696e64ae736c6964696e675f77696e646f77bc6b765f63616368655f73"
+    "7065635f736c6964696e675f77696e646f77cc8003"
+)
+
+FULL_KIND = "full_attention"
+
+
+def plain_events(kind: str | None, extra_keys: list[Any] | None) -> list[Any]:
+    return [
+        BlockStored([EngineHash(H)], None, [10, 11], 2, extra_keys=extra_keys, kind=kind),
+        BlockRemoved([EngineHash(H)]),
+        AllBlocksCleared(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind", "extra_keys"),
+    [
+        pytest.param(ARRAY_0102, None, None, id="0.10.2"),
+        pytest.param(ARRAY_014, None, None, id="0.14"),
+        pytest.param(ARRAY_017, None, [None], id="0.17"),
+        pytest.param(ARRAY_020, None, [None], id="0.20"),
+        pytest.param(ARRAY_022, FULL_KIND, [None], id="0.22"),
+        pytest.param(MAP_024, FULL_KIND, [None], id="0.24"),
+        pytest.param(MAP_033, FULL_KIND, [None], id="0.33-map16"),
+    ],
+)
+def test_bytes_of_each_release_decode_to_the_same_events(
+    payload: str, kind: str | None, extra_keys: list[Any] | None
+) -> None:
+    """Arrays and maps, whatever their length, say the same."""
+    batch = decode_batch(bytes.fromhex(payload))
+
+    assert batch == EventBatch(1.5, 0, plain_events(kind, extra_keys))
+
+
+@pytest.mark.parametrize(
+    ("payload", "rank"),
+    [pytest.param(ARRAY_090, None, id="0.9.0"), pytest.param(ARRAY_091, 0, id="0.9.1")],
+)
+def test_signed_hashes_become_unsigned(payload: str, rank: int | None) -> None:
+    """The first releases published signed ints, and 0.9.0 no rank."""
+    batch = decode_batch(bytes.fromhex(payload))
+
+    assert batch.rank == rank
+    assert batch.events == [
+        BlockStored([EngineHash(7), EngineHash(2**64 - 8)], None, [1, 2, 3, 4], 2),
+        BlockRemoved([EngineHash(7)]),
+        AllBlocksCleared(),
+    ]
+
+
+def test_every_field_of_a_late_release_is_read() -> None:
+    """Bytes hashes, adapter, image, salt, window and group of 0.32."""
+    batch = decode_batch(bytes.fromhex(MAP_RICH))
+
+    assert batch.rank == 3
+    assert batch.events == [
+        BlockStored(
+            [EngineHash(0x18191A1B1C1D1E1F)],
+            EngineHash(0),
+            [10, 11],
+            2,
+            lora="sql",
+            extra_keys=[["sql", ["imghash", -3], "salt"]],
+            group=1,
+            kind="sliding_window",
+            window_tokens=128,
+        )
+    ]
+
+
+def encode(*events: object, rank: object = 0) -> bytes:
+    return msgspec.msgpack.encode([2.5, events, rank])
+
+
+def stored_map(**fields: object) -> dict[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [5],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        **fields,
+    }
+
+
+def only_event(payload: bytes) -> Any:
+    batch = decode_batch(payload)
+    assert batch.rejected == []
+    (event,) = batch.events
+    return event
+
+
+@pytest.mark.parametrize("number", [-1, 2**64 - 1, b"\xaa" * 24 + b"\xff" * 8])
+def test_f07_a_store_in_one_form_meets_a_removal_in_another(number: object) -> None:
+    """F07: signed, unsigned and bytes of one digest are one hash."""
+    removed: dict[str, object] = {"type": "BlockRemoved", "block_hashes": [number]}
+
+    assert only_event(encode(stored_map(block_hashes=[number]))).hashes == [2**64 - 1]
+    assert only_event(encode(removed)).hashes == [2**64 - 1]
+    assert only_event(encode(stored_map(block_hashes=[3, number]))).hashes == [3, 2**64 - 1]
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        (None, Tier.GPU),
+        ("GPU", Tier.GPU),
+        ("gpu", Tier.GPU),
+        ("cpu", Tier.CPU),
+        ("CPU", Tier.CPU),
+        ("CPU_PINNED", Tier.CPU),
+        ("FS", Tier.STORAGE),
+        ("OBJ", Tier.STORAGE),
+        ("storage", Tier.STORAGE),
+        ("Disk", Tier.STORAGE),
+        ("QUANTUM", Tier.STORAGE),
+    ],
+)
+def test_medium_names_a_tier_whatever_its_case(medium: str | None, tier: Tier) -> None:
+    """An unknown medium promises least."""
+    removed: dict[str, object] = {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}
+
+    assert only_event(encode(stored_map(medium=medium))).tier is tier
+    assert only_event(encode(removed)).tier is tier
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "lora"),
+    [
+        ("sql", 1, "sql"),
+        (None, 7, "#7"),
+        (None, 0, None),
+        (None, None, None),
+    ],
+)
+def test_adapter_is_its_name_else_its_number(
+    name: str | None, number: int | None, lora: str | None
+) -> None:
+    """Releases before 0.14 tell only a number; 0 is no adapter."""
+    event = only_event(encode(stored_map(lora_name=name, lora_id=number)))
+
+    assert event.lora == lora
+
+
+def test_unknown_fields_are_ignored() -> None:
+    """Later releases add fields at the end of arrays and anywhere in maps."""
+    late = stored_map(
+        locality="LOCAL", ownership="kvcr", session_id="s", lookahead_token_ids=[[1]], more={"a": 1}
+    )
+    long_array = ["BlockRemoved", [1], "GPU", 2, "LOCAL", "kvcr", {"more": 1}]
+
+    assert only_event(encode(late)).session_id == "s"
+    assert only_event(encode(long_array)).group == 2
+
+
+def test_array_may_stop_after_its_required_fields() -> None:
+    """Trailing fields are optional in every release."""
+    assert only_event(encode(["BlockStored", [1], None, [5], 1])).tier is Tier.GPU
+
+
+GOOD: dict[str, object] = {"type": "BlockRemoved", "block_hashes": [9]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        pytest.param(7, "not_an_event", id="number"),
+        pytest.param(None, "not_an_event", id="nil"),
+        pytest.param("BlockStored", "not_an_event", id="text"),
+        pytest.param([], "not_an_event", id="empty-array"),
+        pytest.param({}, "not_an_event", id="empty-map"),
+        pytest.param({"type": 3}, "not_an_event", id="tag-of-wrong-type"),
+        pytest.param({"type": "BlockMoved"}, "unknown_event", id="unknown-map"),
+        pytest.param(["BlockMoved", [1]], "unknown_event", id="unknown-array"),
+        pytest.param({"type": "BlockRemoved"}, "bad_field", id="missing-field"),
+        pytest.param(stored_map(token_ids=[1.5]), "bad_field", id="float-token"),
+        pytest.param(stored_map(token_ids={}), "bad_field", id="map-of-tokens"),
+        pytest.param(stored_map(block_hashes=["x"]), "bad_field", id="text-hash"),
+        pytest.param(stored_map(block_size=None), "bad_field", id="no-block-size"),
+        pytest.param(["BlockRemoved", 5], "bad_field", id="array-of-wrong-type"),
+    ],
+)
+def test_f06_bad_event_costs_only_itself(bad: object, reason: str) -> None:
+    """F06: the good events of the batch are used, the bad one leaves a reason."""
+    batch = decode_batch(encode(GOOD, bad, GOOD))
+
+    assert batch.events == [BlockRemoved([EngineHash(9)])] * 2
+    assert batch.rejected == [reason]
+    assert (batch.ts, batch.rank) == (2.5, 0)
+
+
+def test_arrays_and_maps_may_mix_in_one_batch() -> None:
+    """Nobody sends it; nothing forbids it."""
+    batch = decode_batch(encode(GOOD, ["BlockRemoved", [b"\x00" * 8]]))
+
+    assert batch.events == [BlockRemoved([EngineHash(9)]), BlockRemoved([EngineHash(0)])]
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        pytest.param(b"", "not_msgpack", id="empty"),
+        pytest.param(b"\xc1", "not_msgpack", id="never-used-byte"),
+        pytest.param(bytes.fromhex(MAP_024)[:-9], "not_msgpack", id="truncated"),
+        pytest.param(b"\x91" * 5000, "not_msgpack", id="too-deep"),
+        pytest.param(msgspec.msgpack.encode({"a": 1}), "not_a_batch", id="map"),
+        pytest.param(msgspec.msgpack.encode([1.5]), "not_a_batch", id="no-events"),
+        pytest.param(msgspec.msgpack.encode([1.5, 3]), "not_a_batch", id="events-not-a-list"),
+        pytest.param(msgspec.msgpack.encode(["x", [GOOD]]), "not_a_batch", id="no-time"),
+        pytest.param(encode(GOOD, rank="0"), "not_a_batch", id="rank-of-wrong-type"),
+    ],
+)
+def test_payload_that_is_no_batch_raises(payload: bytes, reason: str) -> None:
+    """Only this loses a whole batch, and says why in a constant word."""
+    with pytest.raises(UndecodableBatchError, match=f"^{reason}$"):
+        decode_batch(payload)
+
+
+def test_whole_seconds_are_a_time() -> None:
+    """An int is as good as a float, with good events and with bad ones."""
+    assert decode_batch(msgspec.msgpack.encode([3, [GOOD]])).ts == 3.0
+    assert decode_batch(msgspec.msgpack.encode([3, [GOOD, 0]])).ts == 3.0
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_decode_or_raise_one_error(payload: bytes) -> None:
+    """Nothing else escapes, whatever arrives on the socket."""
+    batch_ts(payload)
+    try:
+        decode_batch(payload)
+    except UndecodableBatchError:
+        return
+
+
+@given(st.data())
+def test_damaged_batches_decode_or_raise_one_error(data: st.DataObject) -> None:
+    """The same for bytes that were a batch before one of them changed."""
+    payload = bytearray.fromhex(data.draw(st.sampled_from((MAP_RICH, MAP_024, ARRAY_022))))
+    payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_batch(bytes(payload))
+    except UndecodableBatchError:
+        return
+
+
+@pytest.mark.parametrize(
+    ("payload", "ts"),
+    [
+        pytest.param(bytes.fromhex(MAP_024), 1.5, id="map"),
+        pytest.param(bytes.fromhex(ARRAY_090), 1.5, id="two-elements"),
+        pytest.param(msgspec.msgpack.encode([3, []]), None, id="int"),
+        pytest.param(msgspec.msgpack.encode([float("nan"), [], 0]), None, id="nan"),
+        pytest.param(b"\x93\xcb\x3f", None, id="short"),
+        pytest.param(b"\xc0" * 20, None, id="no-array"),
+    ],
+)
+def test_time_is_read_without_decoding(payload: bytes, ts: float | None) -> None:
+    """Where vLLM writes it, or not at all."""
+    assert batch_ts(payload) == ts
+
+
+def test_tokens_and_salts_stay_out_of_repr() -> None:
+    """Events turn up in logs and in failing tests; prompts and salts may not."""
+    event = BlockStored([EngineHash(1)], None, [77777], 1, extra_keys=[["s3cret"]])
+
+    assert "77777" not in repr(event)
+    assert "s3cret" not in repr(event)
+
+
+# What one release may say, as a logical event, and how it writes it.
+
+hashes = st.integers(-(2**63), 2**64 - 1) | st.binary(min_size=8, max_size=32)
+hash_lists = st.lists(hashes, max_size=3)
+mediums = st.sampled_from((None, "GPU", "cpu", "STORAGE"))
+FIELDS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+stores = st.fixed_dictionaries(
+    {
+        "block_hashes": hash_lists,
+        "parent_block_hash": st.none() | hashes,
+        "token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=4),
+        "block_size": st.integers(0, 4),
+        "lora_id": st.none() | st.integers(0, 3),
+        "medium": mediums,
+        "lora_name": st.none() | st.text(max_size=2),
+        "extra_keys": st.none() | st.lists(st.none() | st.lists(st.text(max_size=2)), max_size=2),
+        "group_idx": st.none() | st.integers(0, 3),
+        "kv_cache_spec_kind": st.none() | st.sampled_from((FULL_KIND, "mamba")),
+        "kv_cache_spec_sliding_window": st.none() | st.integers(1, 4096),
+    }
+)
+
+
+@given(st.lists(stores, max_size=4), st.sampled_from((5, 6, 7, 8, 9, 11)))
+def test_array_of_each_length_says_what_the_map_says(
+    events: list[dict[str, Any]], fields: int
+) -> None:
+    """Up to 0.23 the fields a release has go by position; maps since leave out what is nil."""
+    known = [{name: event[name] for name in FIELDS[:fields]} for event in events]
+    arrays = [["BlockStored", *event.values()] for event in known]
+    maps = [
+        {"type": "BlockStored"}
+        | {
+            name: value
+            for at, (name, value) in enumerate(event.items())
+            if at < 7 or value is not None
+        }
+        for event in known
+    ]
+
+    decoded = decode_batch(encode(*arrays))
+    assert decoded == decode_batch(encode(*maps))
+    assert decoded.rejected == []
+    assert [event.hashes for event in decoded.events if isinstance(event, BlockStored)] == [
+        [
+            int.from_bytes(each[-8:], "big") if isinstance(each, bytes) else each % 2**64
+            for each in event["block_hashes"]
+        ]
+        for event in events
+    ]
+
+
+@pytest.mark.parametrize(
+    "capture", [pytest.param(path, id=path.name) for path in CAPTURES.glob("*.events.jsonl.gz")]
+)
+def test_whole_capture_decodes_without_a_reject(capture: Path) -> None:
+    """What real engines published is understood to the last event."""
+    with gzip.open(capture) as lines:
+        frames = [json.loads(line)["frames"] for line in lines]
+
+    batches = [decode_batch(bytes.fromhex(each[2])) for each in frames]
+    assert batches
+    assert [batch for batch in batches if batch.rejected or not batch.events] == []

@@ -1,0 +1,169 @@
+"""Plans and records as people read them."""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.core.decision_log import DecisionLog, render_record
+from balancer.core.explain import explain_choice, render_plan
+from balancer.core.fleet import Instance, Role
+from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.request import PromptView
+from indexer.core.types import InstanceId, RankId, Trust
+
+
+def choice(alias: str, cost_s: float, *, rank: int = 0, ranks: int = 1, **terms: float) -> Choice:
+    """A candidate called `alias`."""
+    instance = Instance(
+        id=InstanceId(f"http://{alias}:1"),
+        alias=alias,
+        role=Role.DECODE,
+        ranks=tuple(range(ranks)),
+    )
+    candidate = Candidate(
+        rank=RankId(instance.id, rank),
+        instance=instance,
+        overlap_tokens=16,
+        predicted_tokens=32,
+        trust=Trust.EXACT,
+        block_size=16,
+    )
+    return Choice(candidate=candidate, cost_s=cost_s, terms=terms)
+
+
+BEST = choice("a", 0.1, queue=0.0, work=0.1)
+OTHER = choice("b", 0.4, queue=0.3, work=0.1)
+PLAN = RoutePlan(
+    decode=BEST, reason=Reason.DECODE_HAS_CACHE, prompt_tokens=100, considered=(BEST, OTHER)
+)
+
+
+def test_winner_is_explained_by_the_largest_difference() -> None:
+    """One sentence names the term that decided."""
+    assert explain_choice(BEST, (BEST, OTHER)) == (
+        "a costs 0.3 less than b; the largest difference is `queue`: 0 against 0.3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        pytest.param([], "a is the only candidate", id="alone"),
+        pytest.param([choice("b", 0.1)], "cost the same", id="tie"),
+        pytest.param([choice("b", 0.05)], "although b costs less", id="other-policy"),
+        pytest.param([choice("b", 0.3, rank=1, ranks=2)], "than b/1", id="rank-of-several"),
+        pytest.param([choice("b", 0.3, extra=0.5)], "`extra`: 0 against 0.5", id="own-term"),
+    ],
+)
+def test_winner_is_explained(others: list[Choice], expected: str) -> None:
+    """Whatever the figures are, there is a sentence."""
+    assert expected in explain_choice(BEST, (BEST, *others))
+
+
+def test_costs_without_terms_are_compared_as_they_are() -> None:
+    """Simple policies have no terms."""
+    assert explain_choice(choice("a", 1.0), (choice("b", 3.0),)) == "a costs 2 less than b"
+
+
+def test_plan_shows_every_candidate_with_its_terms() -> None:
+    """Numbers are those of the planner."""
+    shown = render_plan(PLAN, PromptView(unscorable="timeout"))
+
+    assert shown["prompt"] == {"tokens": 100, "source": "none", "unscorable": "timeout"}
+    assert shown["reason"] == "decode_has_cache"
+    assert shown["prefill"] is None
+    assert shown["decode"]["considered"][1] == {
+        "instance": "b",
+        "role": "decode",
+        "rank": 0,
+        "overlap_tokens": 16,
+        "predicted_tokens": 32,
+        "trust": "exact",
+        "block_size": 16,
+        "cost": 0.4,
+        "terms": {"queue": 0.3, "work": 0.1},
+    }
+
+
+def test_prefill_leg_is_shown_like_the_decode_leg() -> None:
+    """Both legs were chosen."""
+    plan = RoutePlan(
+        decode=BEST, prefill=OTHER, reason=Reason.REMOTE_PREFILL, considered_prefill=(OTHER,)
+    )
+
+    shown = render_plan(plan, PromptView())
+
+    assert shown["prefill"]["chosen"]["instance"] == "b"
+    assert shown["prefill"]["why"] == "b is the only candidate"
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_reason_has_a_meaning(reason: Reason) -> None:
+    """A reason nobody can read explains nothing."""
+    assert " " in render_plan(RoutePlan(decode=BEST, reason=reason), PromptView())["meaning"]
+
+
+def test_infinite_cost_is_null_in_json() -> None:
+    """JSON knows no infinity."""
+    plan = RoutePlan(decode=choice("a", float("inf")), reason=Reason.AGGREGATED)
+
+    assert (
+        json.loads(json.dumps(render_plan(plan, PromptView())))["decode"]["chosen"]["cost"] is None
+    )
+
+
+def record(**fields: object) -> RequestRecord:
+    """A finished request."""
+    made = RequestRecord(request_id="r1", path="/v1/completions", arrived_s=10.0, model="secret")
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_record_shows_predicted_chosen_and_delivered() -> None:
+    """The three figures stand side by side."""
+    leg = LegRecord(
+        kind="decode", alias="a", overlap_tokens=32, started_s=10.5, first_byte_s=11.0, ended_s=12.0
+    )
+    leg.cached_tokens = 30
+
+    shown = render_record(
+        record(plan=PLAN, legs=[leg], available_tokens=64, chosen_tokens=32, ended_s=12.0)
+    )
+
+    assert shown["overlap_available_tokens"] == 64
+    assert shown["overlap_chosen_tokens"] == 32
+    assert shown["cached_tokens"] == 30
+    assert shown["duration_s"] == 2.0
+    assert shown["legs"][0]["first_byte_s"] == 0.5
+    assert shown["why"] == explain_choice(BEST, (BEST, OTHER))
+
+
+def test_unknown_model_names_are_not_kept() -> None:
+    """Clients can send anything as a model."""
+    assert render_record(record())["model"] is None
+    assert render_record(record(base_model="m"))["model"] == "secret"
+
+
+def test_request_without_a_plan_is_shown_as_such() -> None:
+    """A refused request has a status, but no plan."""
+    shown = render_record(record(status=404, error="model_not_found"))
+
+    assert (shown["status"], shown["reason"], shown["why"]) == (404, None, None)
+
+
+@given(st.lists(st.integers(0, 99)), st.integers(1, 5), st.integers(1, 7))
+def test_log_keeps_the_last_ones(numbers: list[int], limit: int, count: int) -> None:
+    """Law: the latest are the end of what was added, newest first, at most `limit`."""
+    log = DecisionLog(limit=limit)
+    for number in numbers:
+        log.add(record(request_id=str(number)))
+
+    latest: list[Mapping[str, object]] = list(log.latest(count))
+
+    expected = [str(number) for number in reversed(numbers)][: min(limit, count)]
+    assert [each["request_id"] for each in latest] == expected

@@ -1,0 +1,70 @@
+"""`--instance`: what one line says of an engine, and how its mistakes are named."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlb.errors import SettingsError
+from kvlb.instance_option import NAMES, parse_instance
+
+
+def test_an_address_is_enough() -> None:
+    """Everything but the address has a default, which the settings know."""
+    assert parse_instance("http://10.0.0.1:8000") == {"url": "http://10.0.0.1:8000"}
+
+
+def test_every_name_is_read() -> None:
+    """All parts of an instance fit on the line, numbers as numbers."""
+    text = (
+        "http://h:1, events=tcp://h:5557, replay=tcp://h:5558, role=decode, alias=d0, "
+        "connector=nixl, ranks=2, rank_base=4"
+    )
+
+    assert parse_instance(text) == {
+        "url": "http://h:1",
+        "events": "tcp://h:5557",
+        "replay": "tcp://h:5558",
+        "role": "decode",
+        "alias": "d0",
+        "connector": "nixl",
+        "ranks": 2,
+        "rank_base": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("gpu1:8000", "'gpu1:8000' is not an engine's address", id="no-scheme"),
+        pytest.param("http://", "'http://' is not an engine's address", id="no-host"),
+        pytest.param("http://h:port", "'http://h:port' is not an engine's", id="port-no-number"),
+        pytest.param("http://h:99999", "'http://h:99999' is not an engine's", id="port-too-high"),
+        pytest.param("tcp://h:1", "'tcp://h:1' is not an engine's address", id="event-socket"),
+        pytest.param("http://h:1,prefill", "'prefill' is not name=value", id="no-name"),
+        pytest.param("http://h:1,role=", "'role=' is not name=value", id="no-value"),
+        pytest.param("http://h:1,event=tcp://h:2", "did you mean 'events'?", id="nearest"),
+        pytest.param("http://h:1,xyz=1", "names are events, replay", id="no-near-name"),
+        pytest.param("http://h:1,role=p,role=d", "role=p; roles are prefill", id="bad-role"),
+        pytest.param("http://h:1,alias=a,alias=b", "'alias' is given twice", id="twice"),
+        pytest.param("http://h:1,ranks=two", "ranks=two is not a whole number", id="number"),
+        pytest.param("http://h:1,events=h:5557", "write events=tcp://host:port", id="endpoint"),
+    ],
+)
+def test_mistake_is_named_with_the_remedy(text: str, says: str) -> None:
+    """The message holds the part at fault and what would be right."""
+    with pytest.raises(SettingsError) as caught:
+        parse_instance(text)
+
+    assert says in str(caught.value)
+    assert text in str(caught.value)
+
+
+@given(st.text())
+def test_any_text_is_an_entry_or_a_settings_error(text: str) -> None:
+    """No input escapes with another exception; an accepted one has known keys only."""
+    try:
+        entry = parse_instance(text)
+    except SettingsError:
+        return
+
+    assert set(entry) <= {"url", *NAMES}

@@ -1,0 +1,257 @@
+"""The in-memory ledger: figures over time. What every ledger must do is in conformance."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.core.load import LegWork, RankLoad, RankRates
+from balancer.core.local_ledger import LocalLedger
+from balancer.core.predictions import RankPredictions
+from indexer.core.types import BlockKey, InstanceId, RankId
+
+RANK = RankId(InstanceId("http://e0:8000"), 0)
+KEYS = [BlockKey(number) for number in range(1, 9)]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time as the test says."""
+
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def work(
+    kind: str = "whole",
+    *,
+    tokens: int = 1000,
+    keys: list[BlockKey] | None = None,
+    streamed: bool = True,
+    believed_s: float = 2.0,
+) -> LegWork:
+    return LegWork(
+        rank=RANK,
+        kind=kind,
+        prompt_tokens=tokens,
+        uncached_tokens=tokens,
+        work_s=0.0 if kind == "decode" else tokens * 1e-4,
+        keys=KEYS if keys is None else keys,
+        streamed=streamed,
+        believed_s=believed_s,
+    )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock: Clock) -> LocalLedger:
+    return LocalLedger(clock, max_predicted_blocks=16)
+
+
+def predicted(ledger: LocalLedger, start: int = 0) -> int:
+    return ledger.predicted_blocks(RANK, KEYS, start)
+
+
+def test_the_oldest_queued_leg_makes_progress(ledger: LocalLedger, clock: Clock) -> None:
+    """The head's progress counts from its dispatch, or from the rank's last first token."""
+    first, _second = ledger.hold(work(tokens=500)), ledger.hold(work(tokens=300))
+    clock.now_s += 0.04
+    waiting = ledger.load(RANK)
+    first.first_token()
+    clock.now_s += 0.01
+    after = ledger.load(RANK)
+
+    assert (waiting.head_tokens, waiting.queued_tokens) == (500, 800)
+    assert waiting.oldest_queued_s == 100.0
+    assert waiting.head_progress_s == pytest.approx(0.04)
+    assert (after.head_tokens, after.queued_tokens, after.decoding) == (300, 300, 1)
+    assert after.head_progress_s == pytest.approx(0.01)
+
+
+def test_rates_of_a_young_rank_are_corrected_and_fade(ledger: LocalLedger, clock: Clock) -> None:
+    """Ten requests in the first two seconds are five a second, not half a one."""
+    for _ in range(10):
+        clock.now_s += 0.2
+        ledger.hold(work(tokens=800)).__exit__(None, None, None)
+    busy = ledger.load(RANK)
+    clock.now_s += 60
+    idle = ledger.load(RANK)
+
+    assert busy.arrivals_per_s == pytest.approx(5, rel=0.2)
+    assert busy.work_share == pytest.approx(5 * 0.1, rel=0.2)
+    assert idle.arrivals_per_s < busy.arrivals_per_s / 5
+
+
+def test_recent_work_counts_once_it_is_done(ledger: LocalLedger, clock: Clock) -> None:
+    """Queued work is not recent work; ten minutes later two thirds are forgotten."""
+    leg = ledger.hold(work(tokens=1000))
+    queued_s = ledger.load(RANK).recent_work_s
+    leg.first_token()
+    done_s = ledger.load(RANK).recent_work_s
+    clock.now_s += 600
+    later_s = ledger.load(RANK).recent_work_s
+
+    assert queued_s == 0
+    assert done_s == pytest.approx(0.1)
+    assert later_s == pytest.approx(0.1 / 2.718, rel=0.01)
+
+
+def test_an_unseen_first_token_is_expected(ledger: LocalLedger, clock: Clock) -> None:
+    """An answer that isn't streamed counts as decoding once its prompt should be computed."""
+    ledger.hold(work(tokens=1000))
+    ledger.hold(work(tokens=1000, streamed=False))
+    clock.now_s += 0.15
+    before = ledger.load(RANK)
+    clock.now_s += 0.1
+    after = ledger.load(RANK)
+
+    assert (before.queued_tokens, before.decoding) == (2000, 0)
+    assert (after.queued_tokens, after.decoding) == (1000, 1)
+
+
+def test_an_unseen_first_token_may_be_overtaken_by_the_end(
+    ledger: LocalLedger, clock: Clock
+) -> None:
+    """The leg ended before its expected time: the expectation finds nothing."""
+    ledger.hold(work(tokens=1000, streamed=False)).__exit__(None, None, None)
+    clock.now_s += 1
+
+    assert ledger.load(RANK).decoding == 0
+
+
+def test_an_unseen_first_token_teaches_nothing(ledger: LocalLedger, clock: Clock) -> None:
+    """The end of an answer says nothing about prefill or steps; its length is learned."""
+    leg = ledger.hold(work(tokens=1000, streamed=False))
+    clock.now_s += 30
+    leg.first_token()
+    leg.generated(500)
+    leg.__exit__(None, None, None)
+
+    rates = ledger.load(RANK).rates
+    assert rates.output_tokens > RankRates().output_tokens
+    assert rates.prefill_s_per_token == RankRates().prefill_s_per_token
+    assert rates.step_s == RankRates().step_s
+
+
+def test_rates_are_learned_from_legs(ledger: LocalLedger, clock: Clock) -> None:
+    """2,000 tokens in a second, then ten steps of 50 ms, several times over."""
+    for _ in range(4):
+        leg = ledger.hold(work(tokens=2000))
+        clock.now_s += 1.02
+        leg.first_token()
+        clock.now_s += 0.5
+        leg.generated(11)
+        leg.__exit__(None, None, None)
+    ledger.hold(work())
+
+    rates = ledger.load(RANK).rates
+    assert rates.prefill_s_per_token == pytest.approx(5e-4)
+    assert rates.step_s == pytest.approx(0.05)
+
+
+def test_a_prefill_leg_says_nothing_about_output(ledger: LocalLedger) -> None:
+    """Its one token is thrown away."""
+    leg = ledger.hold(work("prefill"))
+    leg.generated(1)
+    leg.__exit__(None, None, None)
+
+    assert ledger.load(RANK).rates.output_tokens == RankRates().output_tokens
+
+
+def test_predictions_outlive_the_first_token_by_their_belief(
+    ledger: LocalLedger, clock: Clock
+) -> None:
+    """However long the prompt queued; then events must tell."""
+    leg = ledger.hold(work(believed_s=2.0))
+    clock.now_s += 500
+    queued = predicted(ledger)
+    leg.first_token()
+    clock.now_s += 1.9
+    believed = predicted(ledger)
+    clock.now_s += 0.2
+
+    assert (queued, believed, predicted(ledger)) == (8, 8, 0)
+
+
+def test_an_expired_prediction_was_withdrawn_before(ledger: LocalLedger, clock: Clock) -> None:
+    """Failing after the first token leaves an expiry without a prediction."""
+    leg = ledger.hold(work())
+    leg.first_token()
+    leg.__exit__(RuntimeError, RuntimeError(), None)
+    clock.now_s += 10
+    ledger.hold(work())
+
+    assert predicted(ledger) == 8
+
+
+def test_a_transferred_prompt_is_predicted_from_its_first_token(ledger: LocalLedger) -> None:
+    """Until the transfer is done a sibling sent there would compute everything again."""
+    leg = ledger.hold(work("decode"))
+    before = predicted(ledger)
+    queued = ledger.load(RANK)
+    leg.first_token()
+
+    assert (before, predicted(ledger)) == (0, 8)
+    assert (queued.requests, queued.queued_tokens, queued.oldest_queued_s) == (1, 0, None)
+
+
+def test_a_failed_transfer_predicts_nothing(ledger: LocalLedger) -> None:
+    """It failed before its first token: nothing was ever predicted, nothing queued."""
+    ledger.hold(work("decode")).__exit__(RuntimeError, RuntimeError(), None)
+
+    assert predicted(ledger) == 0
+    assert ledger.load(RANK).requests == 0
+
+
+def test_predictions_are_bounded(ledger: LocalLedger) -> None:
+    """Past the limit the oldest go first, whole; one that is too long is cut."""
+    ledger.hold(work(keys=KEYS))
+    ledger.hold(work(keys=[BlockKey(number) for number in range(100, 112)]))
+    oldest = predicted(ledger)
+    many = [BlockKey(number) for number in range(200, 300)]
+    ledger.hold(work(keys=many))
+
+    assert oldest == 0
+    assert ledger.predicted_blocks(RANK, many, 0) == 16
+
+
+def test_forgetting_an_idle_rank_leaves_nothing(ledger: LocalLedger) -> None:
+    """A rank that left takes its book along."""
+    ledger.forget(RANK)
+    ledger.hold(work()).__exit__(None, None, None)
+    ledger.forget(RANK)
+
+    assert ledger.load(RANK) == RankLoad()
+
+
+chains = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 8), st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(chains=chains, start=st.integers(0, 8))
+def test_predictions_equal_a_naive_count(chains: list[tuple[int, int, bool]], start: int) -> None:
+    """A run ends where no live prediction covers the next key, whatever came and went."""
+    predictions = RankPredictions(10_000)
+    live: list[list[BlockKey]] = []
+    for family, length, is_withdrawn in chains:
+        keys = [BlockKey(family * 100 + number) for number in range(length)]
+        prediction = predictions.add(keys)
+        if is_withdrawn:
+            predictions.withdraw(prediction)
+            predictions.withdraw(prediction)
+        else:
+            live.append(keys)
+    for family in range(3):
+        prompt = [BlockKey(family * 100 + number) for number in range(8)]
+        covered = max((len(keys) for keys in live if keys[0] == prompt[0]), default=0)
+
+        assert predictions.run_blocks(prompt, start) == max(0, covered - start)
+    assert predictions.blocks == sum(map(len, live))

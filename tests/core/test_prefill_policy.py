@@ -1,0 +1,211 @@
+"""Whether a prefill leg is run, and why."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.core.fleet import Role
+from balancer.core.plan import Reason
+from balancer.core.prefill_policy import SplitFacts, Verdict, decide, is_splittable
+from balancer.core.routing_settings import PdSettings
+
+AUTO = PdSettings()
+LONG = SplitFacts(prompt_tokens=1000)
+
+
+def verdict(
+    uncached_tokens: int,
+    facts: SplitFacts = LONG,
+    settings: PdSettings = AUTO,
+    *,
+    has_prefill: bool = True,
+) -> Verdict:
+    return decide(Role.DECODE, uncached_tokens, has_prefill, facts, settings)
+
+
+def test_a_mixed_instance_does_everything() -> None:
+    """Whatever else is true."""
+    assert decide(Role.MIXED, 10**6, True, LONG, PdSettings(force="remote")) == Verdict(
+        reason=Reason.AGGREGATED
+    )
+
+
+@pytest.mark.parametrize(
+    ("uncached", "reason", "remote"),
+    [
+        pytest.param(256, Reason.DECODE_HAS_CACHE, False, id="at-the-limit"),
+        pytest.param(257, Reason.REMOTE_PREFILL, True, id="one-over"),
+    ],
+)
+def test_the_local_limit_decides(uncached: int, reason: Reason, remote: bool) -> None:
+    """Up to the limit the decode instance computes what it lacks."""
+    assert verdict(uncached) == Verdict(reason=reason, remote=remote)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        pytest.param(256, Reason.SHORT_PROMPT, id="short"),
+        pytest.param(257, Reason.REMOTE_PREFILL, id="one-over"),
+    ],
+)
+def test_a_short_prompt_is_named_so(tokens: int, reason: Reason) -> None:
+    """No cache was needed for the skip."""
+    assert verdict(tokens, SplitFacts(prompt_tokens=tokens)).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        pytest.param(31, Reason.SHORT_PROMPT, id="less-than-a-block"),
+        pytest.param(32, Reason.FORCED_REMOTE, id="a-block"),
+    ],
+)
+def test_less_than_a_block_is_never_handed_over(tokens: int, reason: Reason) -> None:
+    """Not even when forced."""
+    facts = SplitFacts(prompt_tokens=tokens, block_size=32)
+
+    assert verdict(tokens, facts, PdSettings(force="remote")).reason is reason
+
+
+def test_force_remote_sends_what_is_cached_too() -> None:
+    """The operator wants to see prefill legs."""
+    assert verdict(1, settings=PdSettings(force="remote")) == Verdict(
+        reason=Reason.FORCED_REMOTE, remote=True
+    )
+
+
+def test_force_local_runs_no_prefill_leg() -> None:
+    """However long the prompt is."""
+    assert verdict(10**6, settings=PdSettings(force="local")).reason is Reason.FORCED_LOCAL
+
+
+@pytest.mark.parametrize(
+    ("guessed", "remote"), [(256, False), (257, True)], ids=["small-body", "large-body"]
+)
+def test_an_unscorable_prompt_goes_by_its_guessed_length(guessed: int, remote: bool) -> None:
+    """The reason says that tokens are unknown; the length is taken as all uncached."""
+    facts = SplitFacts(prompt_tokens=guessed, scored=False)
+
+    assert verdict(guessed, facts) == Verdict(reason=Reason.UNSCORABLE, remote=remote)
+
+
+def test_an_unscorable_prompt_below_a_block_stays_local() -> None:
+    """Its prefill leg would have nothing to hand over."""
+    facts = SplitFacts(prompt_tokens=300, scored=False, block_size=512)
+
+    assert verdict(300, facts) == Verdict(reason=Reason.UNSCORABLE)
+
+
+def test_an_unsplittable_request_stays_local() -> None:
+    """Two legs can't serve it."""
+    facts = SplitFacts(prompt_tokens=1000, splittable=False)
+
+    assert verdict(1000, facts).reason is Reason.NOT_SPLITTABLE
+
+
+def test_after_failed_prefill_the_decode_instance_does_it() -> None:
+    """The caller asked whether that is allowed."""
+    facts = SplitFacts(prompt_tokens=1000, prefill_failed=True)
+
+    assert verdict(1000, facts).reason is Reason.PREFILL_FAILED
+
+
+@pytest.mark.parametrize(
+    ("expected", "full", "allow", "allowed"),
+    [
+        pytest.param(False, False, False, True, id="none-configured"),
+        pytest.param(True, False, False, False, id="all-down"),
+        pytest.param(True, False, True, True, id="all-down-but-allowed"),
+        pytest.param(True, True, True, False, id="all-full"),
+    ],
+)
+def test_without_a_prefill_instance(expected: bool, full: bool, allow: bool, allowed: bool) -> None:
+    """A fleet that has none computes locally; one whose are down must be told to (F36)."""
+    facts = SplitFacts(prompt_tokens=1000, prefill_expected=expected, prefill_full=full)
+    settings = PdSettings(allow_local_on_failure=allow)
+
+    assert verdict(1000, facts, settings, has_prefill=False) == Verdict(
+        reason=Reason.NO_PREFILL_INSTANCE, allowed=allowed
+    )
+
+
+def test_what_the_decode_instance_holds_needs_no_prefill_instance() -> None:
+    """All prefill instances may be down: this request doesn't care."""
+    facts = SplitFacts(prompt_tokens=1000, prefill_expected=True)
+
+    assert verdict(10, facts, has_prefill=False) == Verdict(reason=Reason.DECODE_HAS_CACHE)
+
+
+SPLITTABLE: list[dict[str, Any]] = [
+    {},
+    {"prompt": "text", "max_tokens": 5, "min_tokens": 5},
+    {"prompt": [1, 2, 3]},
+    {"prompt": ["one"]},
+    {"prompt": [[1, 2]]},
+    {"n": 4},
+    {"max_tokens": None, "min_tokens": 0},
+    {"min_tokens": 7},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"stream_options": None},
+    {"echo": True},
+    {"logprobs": 3},
+    {"max_tokens": 5, "max_completion_tokens": 50, "min_tokens": 20},
+]
+
+NOT_SPLITTABLE: list[dict[str, Any]] = [
+    {"prompt_logprobs": 2},
+    {"prompt_logprobs": 0},
+    {"echo": True, "logprobs": 0},
+    {"use_beam_search": True},
+    {"prompt_embeds": "AAAA"},
+    {"prompt": ["one", "two"]},
+    {"prompt": [[1], [2]]},
+    {"max_tokens": 0},
+    {"max_tokens": "5"},
+    {"max_tokens": True},
+    {"max_completion_tokens": -1},
+    {"n": 0},
+    {"max_tokens": 5, "min_tokens": 6},
+    {"max_completion_tokens": 5, "max_tokens": 50, "min_tokens": 6},
+    {"min_tokens": -1},
+    {"min_tokens": "3"},
+    {"stream_options": {"include_usage": True}},
+    {"stream": False, "stream_options": {"include_usage": True}},
+]
+
+
+@pytest.mark.parametrize("body", SPLITTABLE, ids=repr)
+def test_two_legs_can_serve(body: dict[str, Any]) -> None:
+    """Prefill computes the prompt, decode all that the client asked for."""
+    assert is_splittable(body, 0)
+
+
+@pytest.mark.parametrize("body", NOT_SPLITTABLE, ids=repr)
+def test_two_legs_cannot_serve(body: dict[str, Any]) -> None:
+    """Either decode could not answer it, or an engine refuses it before any work (F32, F34)."""
+    assert not is_splittable(body, 0)
+
+
+def test_several_prompts_are_not_split() -> None:
+    """Only the first one's transfer would come back."""
+    assert is_splittable({"prompt": ["one"]}, 1)
+    assert not is_splittable({"prompt": ["one", "two"]}, 2)
+
+
+@given(
+    uncached=st.integers(0, 5000),
+    tokens=st.integers(1, 5000),
+    limit=st.integers(0, 3000),
+    scored=st.booleans(),
+)
+def test_a_prefill_leg_is_never_run_for_little(
+    uncached: int, tokens: int, limit: int, scored: bool
+) -> None:
+    """Left to itself the policy keeps the limit exactly."""
+    facts = SplitFacts(prompt_tokens=tokens, scored=scored, block_size=1)
+    settings = PdSettings(local_prefill_max_tokens=limit)
+
+    assert verdict(uncached, facts, settings).remote == (uncached > limit)

@@ -1,0 +1,86 @@
+"""A prompt as the index sees it, and what a group needs for a hit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.core.hashing import Namespace
+from indexer.core.index import GroupKind, GroupSpec, PrefixMatch, Prompt
+from indexer.core.types import Tier, Trust
+
+NAMESPACE = Namespace(model="tiny")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "limit"),
+    [
+        pytest.param(0, 4, 0, id="empty"),
+        pytest.param(1, 4, 0, id="one"),
+        pytest.param(4, 4, 0, id="one-block-exactly"),
+        pytest.param(5, 4, 1, id="one-block-and-one"),
+        pytest.param(8, 4, 1, id="two-blocks-exactly"),
+        pytest.param(9, 4, 2, id="two-blocks-and-one"),
+        pytest.param(3, 1, 2, id="blocks-of-one"),
+    ],
+)
+def test_last_token_is_always_computed_anew(tokens: int, block_size: int, limit: int) -> None:
+    """A fully cached prompt still leaves one token to the engine."""
+    assert Prompt(NAMESPACE, range(tokens)).hit_limit_blocks(block_size) == limit
+
+
+@pytest.mark.parametrize(
+    ("creditable", "blocks"), [(None, 2), (12, 2), (8, 2), (7, 1), (3, 0), (0, 0)]
+)
+def test_only_creditable_tokens_are_keyed(creditable: int | None, blocks: int) -> None:
+    """Credit stops at the last full block before an image."""
+    prompt = Prompt(NAMESPACE, range(11), creditable_tokens=creditable)
+
+    assert prompt.hit_limit_blocks(4) == blocks
+    assert len(prompt.keys(4)) == blocks
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
+def test_limit_never_exceeds_the_keys(tokens: int, creditable: int, block_size: int) -> None:
+    """A backend may index the keys up to the limit."""
+    prompt = Prompt(NAMESPACE, range(tokens), creditable_tokens=min(creditable, tokens))
+
+    assert prompt.hit_limit_blocks(block_size) <= len(prompt.keys(block_size))
+
+
+def test_keys_are_computed_once_per_block_size() -> None:
+    """Several ranks of one block size cost one hashing."""
+    prompt = Prompt(NAMESPACE, range(32))
+
+    assert prompt.keys(4) is prompt.keys(4)
+    assert len(prompt.keys(8)) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "window_tokens", "blocks"),
+    [
+        pytest.param(GroupKind.FULL, None, 0, id="full"),
+        pytest.param(GroupKind.STATE, None, 1, id="state"),
+        pytest.param(GroupKind.WINDOW, None, 0, id="unknown-window"),
+        pytest.param(GroupKind.WINDOW, 1, 0, id="window-of-the-token-itself"),
+        pytest.param(GroupKind.WINDOW, 2, 1, id="one-token-back"),
+        pytest.param(GroupKind.WINDOW, 33, 1, id="one-block-back"),
+        pytest.param(GroupKind.WINDOW, 34, 2, id="one-token-more"),
+        pytest.param(GroupKind.WINDOW, 128, 4, id="gemma"),
+    ],
+)
+def test_group_needs_the_blocks_of_its_window(
+    kind: GroupKind, window_tokens: int | None, blocks: int
+) -> None:
+    """ceil((window - 1) / block size) blocks before the end of a hit."""
+    spec = GroupSpec(group=1, kind=kind, block_size=32, window_tokens=window_tokens)
+
+    assert spec.boundary_blocks == blocks
+
+
+def test_overlap_is_the_sum_of_the_tiers() -> None:
+    """Each block counts at one tier only."""
+    match = PrefixMatch(
+        tokens_by_tier={Tier.GPU: 32, Tier.CPU: 16}, block_size=16, trust=Trust.EXACT
+    )
+
+    assert match.tokens == 48

@@ -1,0 +1,377 @@
+"""What a request asks the engine to feed the model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.core.prompt_shape import (
+    ChatShape,
+    IdsShape,
+    PromptShape,
+    TextShape,
+    Truncation,
+    Unscorable,
+    UnscorableError,
+    check_text_length,
+    shape_digest,
+    shape_prompt,
+    template_inputs,
+    tokenize_bodies,
+    truncate_ids,
+)
+from balancer.core.request import Endpoint, GenerateRequest
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def shape(endpoint: Endpoint, body: Mapping[str, Any]) -> PromptShape:
+    """Shape of a body sent to `endpoint`."""
+    return shape_prompt(
+        GenerateRequest(
+            request_id="r",
+            endpoint=endpoint,
+            body=body,
+            raw_body=b"",
+            headers=(),
+            model="m",
+            base_model="m",
+            lora=None,
+        )
+    )
+
+
+def complete(**body: Any) -> PromptShape:
+    """Shape of a completion."""
+    return shape(Endpoint.COMPLETIONS, body)
+
+
+def chat(messages: Any = HI, **body: Any) -> ChatShape:
+    """Shape of a chat."""
+    found = shape(Endpoint.CHAT, {"messages": messages, **body})
+    assert isinstance(found, ChatShape)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        pytest.param("hi", TextShape(texts=("hi",)), id="text"),
+        pytest.param(["a", "b"], TextShape(texts=("a", "b")), id="texts"),
+        pytest.param([1, 2], IdsShape(prompts=([1, 2],)), id="ids"),
+        pytest.param([[1], [2, 3]], IdsShape(prompts=([1], [2, 3])), id="lists-of-ids"),
+    ],
+)
+def test_completion_prompts_have_four_forms(prompt: Any, expected: PromptShape) -> None:
+    """Each is recognised by its types."""
+    assert complete(prompt=prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        pytest.param({}, Unscorable.BAD_PROMPT, id="missing"),
+        pytest.param({"prompt": ""}, Unscorable.BAD_PROMPT, id="empty"),
+        pytest.param({"prompt": []}, Unscorable.BAD_PROMPT, id="empty-list"),
+        pytest.param({"prompt": {"a": 1}}, Unscorable.BAD_PROMPT, id="object"),
+        pytest.param({"prompt": ["a", 1]}, Unscorable.BAD_PROMPT, id="mixed"),
+        pytest.param({"prompt": ["a", ""]}, Unscorable.BAD_PROMPT, id="one-empty"),
+        pytest.param({"prompt": [[1], "a"]}, Unscorable.BAD_PROMPT, id="mixed-lists"),
+        pytest.param({"prompt": [[1], []]}, Unscorable.BAD_PROMPT, id="empty-inner-list"),
+        pytest.param({"prompt": [1.5]}, Unscorable.BAD_PROMPT, id="float"),
+        pytest.param({"prompt_embeds": "x"}, Unscorable.PROMPT_EMBEDS, id="embeds"),
+        pytest.param(
+            {"prompt": "a", "add_special_tokens": 1}, Unscorable.BAD_PROMPT, id="flag-of-wrong-type"
+        ),
+        pytest.param(
+            {"prompt": "a", "truncate_prompt_tokens": -1}, Unscorable.TRUNCATED, id="model-limit"
+        ),
+        pytest.param(
+            {"prompt": "a", "truncate_prompt_tokens": True}, Unscorable.TRUNCATED, id="bad-limit"
+        ),
+    ],
+)
+def test_completion_that_cannot_be_scored(body: dict[str, Any], reason: Unscorable) -> None:
+    """Each has its reason; none raises anything else."""
+    with pytest.raises(UnscorableError) as raised:
+        complete(**body)
+
+    assert raised.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        pytest.param({"messages": None}, Unscorable.BAD_PROMPT, id="missing"),
+        pytest.param({"messages": []}, Unscorable.BAD_PROMPT, id="empty"),
+        pytest.param({"messages": ["x"]}, Unscorable.BAD_PROMPT, id="message-is-text"),
+        pytest.param({"messages": [{"content": "x"}]}, Unscorable.BAD_PROMPT, id="no-role"),
+        pytest.param(
+            {"messages": [{"role": "user", "content": 1}]}, Unscorable.BAD_PROMPT, id="content-int"
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [1]}]}, Unscorable.BAD_PROMPT, id="part-int"
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            Unscorable.BAD_PROMPT,
+            id="text-int",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            Unscorable.MULTIMODAL,
+            id="image",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "prompt_embeds"}]}]},
+            Unscorable.PROMPT_EMBEDS,
+            id="embeds",
+        ),
+        pytest.param({"tools": {}}, Unscorable.BAD_PROMPT, id="tools-object"),
+        pytest.param({"tools": [1]}, Unscorable.BAD_PROMPT, id="tool-int"),
+        pytest.param({"chat_template_kwargs": []}, Unscorable.BAD_PROMPT, id="kwargs-list"),
+        pytest.param(
+            {"mm_processor_kwargs": {"a": 1}}, Unscorable.UNSUPPORTED_FIELD, id="media-kwargs"
+        ),
+    ],
+)
+def test_chat_that_cannot_be_scored(body: dict[str, Any], reason: Unscorable) -> None:
+    """Media are never fetched, odd bodies are left to the engine's 400."""
+    with pytest.raises(UnscorableError) as raised:
+        shape(Endpoint.CHAT, {"messages": HI, **body})
+
+    assert raised.value.reason is reason
+
+
+def test_chat_fields_have_the_engines_defaults() -> None:
+    """Absent fields mean what they mean in vLLM."""
+    assert chat(tools=[]) == ChatShape(messages=HI)
+
+
+def test_chat_fields_are_read() -> None:
+    """Everything that shapes the prompt is in the shape."""
+    found = chat(
+        add_generation_prompt=False,
+        continue_final_message=True,
+        add_special_tokens=True,
+        chat_template="t",
+        chat_template_kwargs={"enable_thinking": False},
+        reasoning_effort="low",
+        documents=[{"text": "d"}],
+        truncate_prompt_tokens=5,
+        truncation_side="right",
+    )
+
+    assert found == ChatShape(
+        messages=HI,
+        add_generation_prompt=False,
+        continue_final_message=True,
+        add_special_tokens=True,
+        chat_template="t",
+        chat_template_kwargs={"enable_thinking": False},
+        reasoning_effort="low",
+        documents=[{"text": "d"}],
+        truncation=Truncation(limit_tokens=5, keeps_start=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [
+        pytest.param(None, [1, 2, 3], id="none"),
+        pytest.param(Truncation(limit_tokens=3), [1, 2, 3], id="just-fits"),
+        pytest.param(Truncation(limit_tokens=2), [2, 3], id="end-stays"),
+        pytest.param(Truncation(limit_tokens=2, keeps_start=True), [1, 2], id="start-stays"),
+    ],
+)
+def test_ids_are_cut_as_the_engine_cuts(truncation: Truncation | None, expected: list[int]) -> None:
+    """The end of a prompt stays, unless the client says otherwise."""
+    assert truncate_ids([1, 2, 3], truncation) == expected
+
+
+def test_text_that_would_be_cut_is_unscorable() -> None:
+    """Where special tokens go when text is cut is the tokenizer's secret."""
+    check_text_length(3, None)
+    check_text_length(3, Truncation(limit_tokens=3))
+    with pytest.raises(UnscorableError):
+        check_text_length(4, Truncation(limit_tokens=3))
+
+
+PARTS = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": ""}, {"type": "text"}]
+
+
+def shown(message: dict[str, Any], content_format: Any = "string") -> Mapping[str, Any]:
+    """One message in the form a template sees."""
+    return template_inputs(chat([{"role": "user"} | message]), content_format).messages[0]
+
+
+def test_parts_are_joined_for_string_templates() -> None:
+    """One line per text that isn't empty."""
+    assert shown({"content": PARTS})["content"] == "a\nb"
+
+
+def test_parts_stay_for_templates_that_loop() -> None:
+    """Text becomes a part, absent text none."""
+    assert shown({"content": PARTS}, "openai")["content"] == [
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": "b"},
+        {"type": "text", "text": ""},
+    ]
+    assert shown({"content": "x"}, "openai")["content"] == [{"type": "text", "text": "x"}]
+
+
+def test_tool_results_are_text_for_every_template() -> None:
+    """Few templates can show a tool result as parts."""
+    message = {"role": "tool", "tool_call_id": "c1", "content": PARTS}
+
+    assert shown(message, "openai") == {"role": "tool", "tool_call_id": "c1", "content": "a\nb\n"}
+    assert "tool_call_id" not in shown({"role": "tool", "content": "x"})
+
+
+def test_absent_content_is_empty() -> None:
+    """An assistant that only called tools has no text."""
+    assert shown({"role": "assistant", "content": None}) == {"role": "assistant", "content": ""}
+    assert shown({"role": "assistant"}, "openai")["content"] == []
+
+
+@pytest.mark.parametrize("kind", ["refusal", "thinking"])
+def test_other_text_parts_have_their_own_field(kind: str) -> None:
+    """A refusal's text is in `refusal`."""
+    assert shown({"content": [{"type": kind, kind: "no"}]})["content"] == "no"
+
+
+def test_names_and_reasoning_are_kept() -> None:
+    """Templates may show them."""
+    assert shown({"name": "Ann", "content": "x"})["name"] == "Ann"
+    message = shown({"role": "assistant", "content": "x", "reasoning": "because"})
+    assert message["reasoning"] == message["reasoning_content"] == "because"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param('{"a": 1}', {"a": 1}, id="json-text"),
+        pytest.param({"a": 1}, {"a": 1}, id="object"),
+        pytest.param("", {}, id="empty"),
+        pytest.param(None, {}, id="absent"),
+        pytest.param("{", {}, id="broken-json"),
+        pytest.param("[1]", {}, id="no-object"),
+    ],
+)
+def test_tool_call_arguments_are_objects(arguments: Any, expected: dict[str, Any]) -> None:
+    """Templates are written for objects, clients send JSON text."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    message = shown({"role": "assistant", "content": None, "tool_calls": [call]})
+
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
+    assert "tool_calls" not in shown({"role": "assistant", "tool_calls": []})
+
+
+@pytest.mark.parametrize("call", [1, {"function": 1}])
+def test_tool_call_of_a_wrong_type_is_left_to_the_engine(call: Any) -> None:
+    """The engine answers 400."""
+    with pytest.raises(UnscorableError):
+        shown({"role": "assistant", "tool_calls": [call]})
+
+
+def test_tools_are_dumped_as_the_engine_does() -> None:
+    """Declared fields first, absent ones as null, others behind."""
+    tool = {"function": {"strict": True, "parameters": {"a": 1}, "name": "f"}}
+
+    inputs = template_inputs(chat(tools=[tool]), "string")
+
+    assert inputs.tools is not None
+    assert list(inputs.tools[0]) == ["type", "function"]
+    function = inputs.tools[0]["function"]
+    assert list(function.items()) == [
+        ("name", "f"),
+        ("description", None),
+        ("parameters", {"a": 1}),
+        ("strict", True),
+    ]
+
+
+def test_tool_without_a_function_is_left_to_the_engine() -> None:
+    """The engine answers 400."""
+    with pytest.raises(UnscorableError):
+        template_inputs(chat(tools=[{"type": "function"}]), "string")
+
+
+def test_template_variables_hold_kwargs_and_effort() -> None:
+    """The explicit field wins."""
+    found = chat(chat_template_kwargs={"a": 1, "reasoning_effort": "x"}, reasoning_effort="low")
+
+    assert template_inputs(found, "string").extra == {"a": 1, "reasoning_effort": "low"}
+
+
+def test_engine_is_asked_once_per_text() -> None:
+    """`/tokenize` takes one prompt."""
+    found = complete(prompt=["a", "b"], add_special_tokens=False)
+    assert isinstance(found, TextShape)
+
+    assert tokenize_bodies(found, "m") == [
+        {"model": "m", "prompt": "a", "add_special_tokens": False},
+        {"model": "m", "prompt": "b", "add_special_tokens": False},
+    ]
+
+
+def test_engine_gets_every_chat_field_it_knows() -> None:
+    """What shapes the prompt is passed on under its own name."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    found = chat(tools=tools, chat_template="t", chat_template_kwargs={"a": 1})
+
+    assert tokenize_bodies(found, "m") == [
+        {
+            "model": "m",
+            "messages": HI,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "add_special_tokens": False,
+            "tools": tools,
+            "chat_template": "t",
+            "chat_template_kwargs": {"a": 1},
+        }
+    ]
+    assert list(tokenize_bodies(chat(), "m")[0])[-1] == "add_special_tokens"
+
+
+@pytest.mark.parametrize("field", [{"documents": [{"text": "d"}]}, {"reasoning_effort": "low"}])
+def test_engine_is_not_asked_about_fields_it_lacks(field: dict[str, Any]) -> None:
+    """Its answer would be the ids of another prompt."""
+    with pytest.raises(UnscorableError) as raised:
+        tokenize_bodies(chat(**field), "m")
+
+    assert raised.value.reason is Unscorable.UNSUPPORTED_FIELD
+
+
+def test_digest_depends_on_all_that_shapes_the_prompt() -> None:
+    """Same text, other model, endpoint or flag: other ids."""
+    texts = TextShape(texts=("a",))
+    digests = {
+        shape_digest(texts, "m"),
+        shape_digest(texts, "n"),
+        shape_digest(TextShape(texts=("a",), add_special_tokens=False), "m"),
+        shape_digest(chat(), "m"),
+        shape_digest(chat(continue_final_message=True), "m"),
+    }
+
+    assert len(digests) == 5
+
+
+def test_text_that_has_no_utf8_is_unscorable() -> None:
+    """A lone surrogate can't be hashed, and no engine takes it."""
+    with pytest.raises(UnscorableError):
+        shape_digest(TextShape(texts=("\ud800",)), "m")
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_digests_are_equal_for_equal_prompts_only(left: str, right: str) -> None:
+    """Law: digests tell prompts apart."""
+    same = shape_digest(TextShape(texts=(left,)), "m") == shape_digest(
+        TextShape(texts=(right,)), "m"
+    )
+
+    assert same == (left == right)

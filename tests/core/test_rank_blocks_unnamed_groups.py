@@ -1,0 +1,52 @@
+"""Groups of hybrid models in releases that don't say which of them are windows (before 0.22)."""
+
+from collections.abc import Sequence
+
+from indexer.core.events import BlockStored, EventBatch
+from indexer.core.index import GroupKind
+from indexer.core.rank_blocks import RankBlocks
+from indexer.core.types import EngineHash, InstanceId, RankId
+
+SIZE = 2
+
+
+def stored(group: int, hashes: Sequence[int], tokens: int) -> BlockStored:
+    """A store of a prompt's beginning; more tokens than the hashes cover: blocks were left out."""
+    return BlockStored(
+        hashes=[EngineHash(number) for number in hashes],
+        parent=None,
+        token_ids=list(range(tokens)),
+        block_size=SIZE,
+        group=group,
+    )
+
+
+def blocks_after(*events: BlockStored) -> RankBlocks:
+    blocks = RankBlocks(rank=RankId(InstanceId("http://e"), 0), model="m", epoch=1)
+    for seq, event in enumerate(events):
+        blocks.apply(seq, EventBatch(ts=0.0, rank=0, events=[event]))
+    return blocks
+
+
+def test_the_first_group_may_be_a_window() -> None:
+    """It left blocks out; the last group, which didn't, is the full one."""
+    blocks = blocks_after(stored(0, [2], 4), stored(1, [1, 2], 4), stored(0, [3], 2))
+
+    assert [(spec.group, spec.kind) for spec in blocks.groups.values()] == [(1, GroupKind.FULL)]
+    assert blocks.held_blocks == 2
+
+
+def test_a_first_group_that_shows_late_that_it_is_a_window_stops_counting() -> None:
+    """A short prompt fits in a window, so it looks full until a longer one comes."""
+    blocks = blocks_after(stored(0, [1], 2), stored(1, [1], 2), stored(0, [4], 6))
+
+    assert blocks.groups[0].kind is GroupKind.WINDOW
+    assert blocks.groups[1].kind is GroupKind.FULL
+
+
+def test_groups_that_publish_as_one_are_followed_as_one() -> None:
+    """Up to 0.19 every group is 0: its aligned stores are all there is to go by."""
+    blocks = blocks_after(stored(0, [2], 4), stored(0, [1, 2], 4), stored(0, [2], 4))
+
+    assert blocks.groups[0].kind is GroupKind.FULL
+    assert blocks.held_blocks == 2

@@ -1,0 +1,251 @@
+"""Real peers for the indexer: a publisher that speaks vLLM's event protocol, an engine's HTTP."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+import zmq
+import zmq.asyncio
+from fastapi import FastAPI, Response
+
+from indexer.config import EngineSource, IndexerConfig
+from indexer.core.index import BlockIndex
+from indexer.memory_index import MemoryIndex
+from indexer.service import IndexerService
+
+END = b"\xff" * 8
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Publisher:
+    """One rank's event stream on real sockets; every fault is asked for by the test."""
+
+    def __init__(
+        self,
+        *,
+        topic: bytes = b"",
+        has_topic_frame: bool = True,
+        ring: int = 10_000,
+        connect_to: str | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.replay_port = free_port()
+        self.events = f"tcp://127.0.0.1:{self.port}"
+        self.replay = f"tcp://127.0.0.1:{self.replay_port}"
+        self.ts = 1000.0
+        self.is_mute = False
+        """Replay requests get no answer."""
+        self.asked: list[int] = []
+        self._topic = topic
+        self._has_topic_frame = has_topic_frame
+        self._ring_size = ring
+        self._connect_to = connect_to
+        self._context = zmq.asyncio.Context()
+        self._open()
+
+    def _open(self) -> None:
+        self.next_seq = 0
+        self.ring: list[tuple[int, bytes]] = []
+        # XPUB is PUB that lets the test know when somebody has subscribed.
+        self._live = self._context.socket(zmq.XPUB)
+        self._router = self._context.socket(zmq.ROUTER)
+        for each in (self._live, self._router):
+            each.linger = 0
+        if self._connect_to:
+            self._live.connect(self._connect_to)
+        else:
+            self._live.bind(self.events)
+        self._router.bind(self.replay)
+
+    def close(self) -> None:
+        self._live.close(0)
+        self._router.close(0)
+        self._context.term()
+
+    async def restart(self) -> None:
+        """Another process on the same ports: numbers begin at 0, the ring is empty."""
+        self._live.close(0)
+        self._router.close(0)
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    self._open()
+                except zmq.ZMQError:  # the old sockets close in the background
+                    await asyncio.sleep(0.01)
+                else:
+                    return
+
+    async def subscribed(self) -> None:
+        """Wait until somebody listens."""
+        async with asyncio.timeout(5):
+            assert await self._live.recv() == b"\x01"
+
+    def encode(self, events: Sequence[Any], ts: float | None = None) -> bytes:
+        self.ts += 1.0
+        return msgspec.msgpack.encode([self.ts if ts is None else ts, events, 0])
+
+    def publish(self, *events: Any, drop: bool = False) -> int:
+        """Send one batch, or with `drop` only keep it for replay."""
+        return self.publish_payload(self.encode(events), drop=drop)
+
+    def publish_payload(self, payload: bytes, *, drop: bool = False) -> int:
+        seq = self.next_seq
+        self.next_seq += 1
+        self.ring = [*self.ring, (seq, payload)][-self._ring_size :]
+        if not drop:
+            self.send_frames(self._topic, seq.to_bytes(8, "big"), payload)
+        return seq
+
+    def send_frames(self, *frames: bytes) -> None:
+        zmq.Socket.shadow(self._live.underlying).send_multipart(frames, zmq.NOBLOCK)
+
+    async def run(self) -> None:
+        """Answer replay requests until cancelled."""
+        while True:
+            await asyncio.sleep(0.005)  # a poll, as vLLM's publisher thread does
+            router = zmq.Socket.shadow(self._router.underlying)
+            while router.poll(0):
+                identity, _, number = router.recv_multipart()
+                self._serve(router, identity, int.from_bytes(number, "big"))
+
+    def _serve(self, router: zmq.Socket[bytes], identity: bytes, from_seq: int) -> None:
+        self.asked.append(from_seq)
+        if self.is_mute:
+            return
+        head = [identity, b"", self._topic] if self._has_topic_frame else [identity, b""]
+        for seq, payload in self.ring:
+            if seq >= from_seq:
+                router.send_multipart([*head, seq.to_bytes(8, "big"), payload])
+        head = [identity, b"", b""] if self._has_topic_frame else [identity, b""]
+        router.send_multipart([*head, END, b""])
+
+
+async def _eventually(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            if is_so():
+                return
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], object]], Awaitable[None]]:
+    """Wait, with a deadline, for what nobody announces."""
+    return _eventually
+
+
+Publishing = Callable[..., AbstractAsyncContextManager[Publisher]]
+
+
+@pytest.fixture
+def publishing() -> Publishing:
+    """Make a publisher that runs inside `async with`."""
+
+    @asynccontextmanager
+    async def run(**options: Any) -> AsyncIterator[Publisher]:
+        publisher = Publisher(**options)
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(publisher.run())
+                yield publisher
+                running.cancel()
+        finally:
+            publisher.close()
+
+    return run
+
+
+@pytest.fixture
+def indexing() -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService, BlockIndex]]]:
+    """Make an indexer that runs inside `async with`."""
+
+    @asynccontextmanager
+    async def run(
+        *sources: EngineSource, index: BlockIndex | None = None, **settings: Any
+    ) -> AsyncIterator[tuple[IndexerService, BlockIndex]]:
+        config = IndexerConfig(
+            **{
+                "replay_timeout_s": 0.5,
+                "discovery_interval_s": 0.1,
+                "discovery_retry_s": 0.05,
+                "rebuild_interval_s": 0.05,
+                **settings,
+            }
+        )
+        used = index or MemoryIndex()
+        async with httpx.AsyncClient() as http, asyncio.TaskGroup() as group:
+            service = IndexerService(config=config, sources=sources, index=used, http=http)
+            running = group.create_task(service.run())
+            yield service, used
+            running.cancel()
+
+    return run
+
+
+class EngineHttp:
+    """The two answers of a vLLM server that discovery reads."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.model = "tiny"
+        self.sources: Mapping[str, Any] | None = None
+        """None: a release that doesn't have the endpoint."""
+        self.key: str | None = None
+        self.keys_seen: list[str | None] = []
+
+
+@pytest.fixture
+def engine_http() -> Callable[..., AbstractAsyncContextManager[EngineHttp]]:
+    """Make an engine's HTTP server that runs inside `async with`."""
+
+    @asynccontextmanager
+    async def run(port: int | None = None) -> AsyncIterator[EngineHttp]:
+        port = port or free_port()
+        engine = EngineHttp(port)
+        server = uvicorn.Server(
+            uvicorn.Config(_engine_app(engine), port=port, log_level="error", lifespan="off")
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.serve())
+            await _eventually(lambda: server.started)
+            try:
+                yield engine
+            finally:
+                server.should_exit = True
+
+    return run
+
+
+def _engine_app(engine: EngineHttp) -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        if engine.key and engine.keys_seen[-1:] != [f"Bearer {engine.key}"]:
+            return Response('{"error":"Unauthorized"}', status_code=401)
+        return Response(msgspec.json.encode({"data": [{"id": engine.model}]}))
+
+    @app.get("/kv_event_sources")
+    async def sources() -> Response:
+        if engine.sources is None:
+            return Response('{"detail":"Not Found"}', status_code=404)
+        return Response(msgspec.json.encode(engine.sources))
+
+    @app.middleware("http")
+    async def see_keys(request: Any, call_next: Any) -> Any:
+        engine.keys_seen.append(request.headers.get("authorization"))
+        return await call_next(request)
+
+    return app

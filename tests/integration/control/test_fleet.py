@@ -1,0 +1,262 @@
+"""The fleet keeper over real HTTP: what probes and legs make of instances."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from balancer.core.control_settings import InstanceSettings, ProbeSettings
+from balancer.core.fleet import Fleet, Instance
+from balancer.engines import EngineClient
+from balancer.fleet import FleetKeeper
+
+FAST = ProbeSettings(interval_s=0.02, timeout_s=0.5, unhealthy_after=2)
+
+
+@asynccontextmanager
+async def keeping(
+    *instances: InstanceSettings,
+    settings: ProbeSettings = FAST,
+    keys: dict[Any, str] | None = None,
+    on_change: Callable[[Fleet], None] | None = None,
+) -> AsyncIterator[FleetKeeper]:
+    """A keeper that probes while the block runs."""
+    async with EngineClient(api_keys=keys or {}, timeout_s=0.5) as client:
+        keeper = FleetKeeper(instances, prober=client, settings=settings, on_change=on_change)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(keeper.run())
+            yield keeper
+            running.cancel()
+
+
+async def wait(keeper: FleetKeeper, condition: Callable[[Instance], object]) -> Instance:
+    """Wait until the first instance fulfils `condition`."""
+    async with asyncio.timeout(5):
+        fleet = await keeper.wait_for(
+            lambda fleet: bool(fleet.instances) and bool(condition(fleet.instances[0]))
+        )
+    return fleet.instances[0]
+
+
+def is_available(instance: Instance) -> bool:
+    return instance.is_available
+
+
+async def test_instance_is_available_after_the_first_round(engine: Any) -> None:
+    """Models, aliases and adapters come from the engine."""
+    engine.adapters = ("ad",)
+    async with keeping(engine.settings(alias="one")) as keeper:
+        assert not keeper.snapshot().instances[0].is_available
+        async with asyncio.timeout(5):
+            await keeper.first_round()
+        (instance,) = keeper.snapshot().instances
+
+    assert instance.is_available
+    assert instance.alias == "one"
+    assert instance.unhealthy_reason is None
+    assert instance.models is not None
+    assert instance.models.adapters == {"ad"}
+
+
+async def test_engine_that_is_down_at_start_is_found_later(engine_factory: Any) -> None:
+    """Nothing crashes, and it is used as soon as it is there."""
+    async with engine_factory(health_status=500) as engine, keeping(engine.settings()) as keeper:
+        down = await wait(keeper, lambda each: each.unhealthy_reason == "http_500")
+        engine.health_status = 200
+        up = await wait(keeper, is_available)
+
+    assert not down.is_available
+    assert up.healthy
+
+
+async def test_slow_instance_delays_nobody(engine_factory: Any) -> None:
+    """Each has a task of its own."""
+    async with engine_factory() as slow, engine_factory() as quick:
+        slow.stall.add("/health")
+        settings = ProbeSettings(interval_s=0.02, timeout_s=0.3)
+        async with keeping(slow.settings(), quick.settings(), settings=settings) as keeper:
+            async with asyncio.timeout(5):
+                await keeper.wait_for(lambda fleet: fleet.instances[1].is_available)
+            assert keeper.snapshot().instances[0].unhealthy_reason == "not_probed"
+            timed_out = await wait(keeper, lambda each: each.unhealthy_reason == "probe_timeout")
+
+    assert not timed_out.is_available
+
+
+async def test_engine_that_died_is_out_and_comes_back(engine_factory: Any) -> None:
+    """A refused connection is believed at once; nothing is banned for good."""
+    async with engine_factory() as other, keeping() as keeper:
+        async with engine_factory() as engine:
+            keeper.set_instances([engine.settings()])
+            await wait(keeper, is_available)
+        gone = await wait(keeper, lambda each: not each.healthy)
+        keeper.set_instances([other.settings()])
+        back = await wait(keeper, is_available)
+
+    assert gone.unhealthy_reason == "engine_unreachable"
+    assert gone.models is not None, "what it served tells 503 from 404"
+    assert back.id == other.id
+
+
+@pytest.mark.parametrize("code", ["engine_unreachable", "connect_timeout"])
+async def test_leg_that_found_nobody_counts_at_once(engine: Any, code: str) -> None:
+    """And the instance is looked at right away, not at the next interval."""
+    settings = ProbeSettings(interval_s=60.0)
+    async with keeping(engine.settings(), settings=settings) as keeper:
+        await wait(keeper, is_available)
+        keeper.report(engine.id, False, code)
+        reported = keeper.snapshot().instances[0]
+        back = await wait(keeper, is_available)
+
+    assert reported.unhealthy_reason == code
+    assert back.healthy
+
+
+async def test_leg_failures_in_a_row_count(engine: Any) -> None:
+    """Probes may go well while every request fails."""
+    settings = ProbeSettings(interval_s=60.0, unhealthy_after=2)
+    async with keeping(engine.settings(), settings=settings) as keeper:
+        await wait(keeper, is_available)
+        keeper.report(engine.id, False, "engine_closed")
+        keeper.report(engine.id, True, None)
+        keeper.report(engine.id, False, "engine_closed")
+        assert keeper.snapshot().instances[0].healthy
+
+        keeper.report(engine.id, False, "engine_closed")
+        assert not keeper.snapshot().instances[0].healthy
+
+
+async def test_report_about_a_stranger_is_ignored() -> None:
+    """A leg may end after its instance was removed."""
+    async with keeping() as keeper:
+        keeper.report("http://nobody:1", False, "engine_unreachable")  # type: ignore[arg-type]
+
+        assert keeper.snapshot() == Fleet()
+
+
+async def test_draining_instance_gets_no_new_requests(engine: Any) -> None:
+    """503 on /health takes effect at once, and ends as it came."""
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, is_available)
+        engine.health_status = 503
+        draining = await wait(keeper, lambda each: each.draining)
+        engine.health_status = 200
+        await wait(keeper, is_available)
+
+    assert draining.healthy
+    assert not draining.is_available
+
+
+async def test_engine_with_a_key_gets_it(engine_factory: Any) -> None:
+    """Each instance its own; a wrong one is shown, others work."""
+    async with engine_factory(api_key="k1") as right, engine_factory(api_key="k2") as wrong:
+        keys = {right.id: "k1", wrong.id: "nope"}
+        async with keeping(right.settings(), wrong.settings(), keys=keys) as keeper:
+            async with asyncio.timeout(5):
+                fleet = await keeper.wait_for(
+                    lambda fleet: (
+                        fleet.instances[0].is_available
+                        and fleet.instances[1].unhealthy_reason == "unauthorized"
+                    )
+                )
+
+    assert not fleet.instances[1].is_available
+
+
+async def test_adapter_loaded_later_is_seen(engine: Any) -> None:
+    """Within the interval, and gone again when it was unloaded."""
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, is_available)
+        engine.adapters = ("new",)
+        await wait(keeper, lambda each: each.models and "new" in each.models.adapters)
+        engine.adapters = ()
+        await wait(keeper, lambda each: each.models and not each.models.adapters)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param((200, b"{"), id="no-json"),
+        pytest.param((200, b"[]"), id="no-object"),
+        pytest.param((200, b'{"data": []}'), id="no-model"),
+    ],
+)
+async def test_model_list_that_is_none_is_a_failed_probe(
+    engine: Any, answer: tuple[int, bytes]
+) -> None:
+    """Such an instance can't be routed to."""
+    engine.answers["/v1/models"] = answer
+    async with keeping(engine.settings()) as keeper:
+        instance = await wait(keeper, lambda each: each.unhealthy_reason == "bad_model_list")
+
+    assert not instance.is_available
+
+
+async def test_other_model_at_the_same_address_replaces_the_old(engine: Any) -> None:
+    """An address may be reused."""
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, is_available)
+        engine.model = "other"
+        await wait(keeper, lambda each: each.models and each.models.base == "other")
+
+        assert not keeper.snapshot().serving("tiny")
+
+
+async def test_same_answer_makes_no_new_snapshot(engine: Any) -> None:
+    """Cards hold the time of the call; that alone changes nothing."""
+    changes: list[Fleet] = []
+    async with keeping(engine.settings(), on_change=changes.append) as keeper:
+        await wait(keeper, is_available)
+        seen = engine.calls("/v1/models")
+        created = b'{"data": [{"id": "tiny", "parent": null, "max_model_len": 2048, "created": 7}]}'
+        engine.answers["/v1/models"] = (200, created)
+        await engine.wait_for_calls("/v1/models", seen + 3)
+
+    assert len(changes) == 1
+
+
+async def test_members_can_be_replaced_at_run_time(engine_factory: Any) -> None:
+    """Those that stay keep what is known of them; settings that change are taken over."""
+    async with engine_factory() as one, engine_factory() as two, keeping() as keeper:
+        keeper.set_instances([one.settings(), two.settings()])
+        async with asyncio.timeout(5):
+            await keeper.wait_for(
+                lambda fleet: len(fleet.instances) == 2 and all(map(is_available, fleet.instances))
+            )
+        keeper.set_instances([one.settings(), two.settings(enabled=False)])
+        first, second = keeper.snapshot().instances
+        assert first.is_available
+        assert not second.enabled
+
+        async with asyncio.timeout(5):
+            await keeper.wait_for(lambda fleet: fleet.instances[1].healthy)
+        assert not keeper.snapshot().instances[1].is_available
+
+
+async def test_removed_instance_is_not_probed_any_more(engine: Any) -> None:
+    """Its task ends."""
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, is_available)
+        engine.stall.add("/health")
+        seen = engine.calls("/health")
+        await engine.wait_for_calls("/health", seen + 1)
+        keeper.set_instances([])
+
+        assert keeper.snapshot() == Fleet()
+    assert engine.calls("/health") == seen + 1
+
+
+async def test_broken_connection_is_a_failed_probe() -> None:
+    """Whatever a peer does, a probe never raises."""
+
+    async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    server = await asyncio.start_server(reset, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, keeping(InstanceSettings(url=url)) as keeper:
+        instance = await wait(keeper, lambda each: each.unhealthy_reason == "connection_failed")
+
+    assert not instance.healthy

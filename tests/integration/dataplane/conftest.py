@@ -1,0 +1,414 @@
+"""A misbehaving engine on a real socket, and a raw client: what the data plane has to survive."""
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+import httpx
+import pytest
+import uvicorn
+
+from balancer.connectors.available import connectors
+from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.fleet import Fleet, Instance
+from balancer.core.local_ledger import LocalLedger
+from balancer.core.policies import named_policy
+from balancer.core.record import RequestRecord
+from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.dataplane import DataPlane
+from balancer.exchange import AsgiExchange
+from balancer.router import Router
+from balancer.upstream import Upstream
+from indexer.core.hashing import Namespace
+from indexer.core.index import Prompt
+from indexer.core.model_cards import ServedModels
+from indexer.core.types import InstanceId
+from indexer.memory_index import MemoryIndex
+
+
+@dataclass
+class Received:
+    """One request as the engine saw it."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]
+    body: bytes
+    connection: int
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the peer closes the connection."""
+
+    def header(self, name: str) -> str | None:
+        return next((value for key, value in self.headers if key == name.lower()), None)
+
+    @property
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self.body)
+        return value
+
+
+class Wire:
+    """What a script writes to the peer."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    async def raw(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def head(self, status: int = 200, **headers: str) -> None:
+        """Send status and headers; a chunked body follows."""
+        lines = [f"HTTP/1.1 {status} Status", "transfer-encoding: chunked"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        await self.raw("\r\n".join(lines).encode() + b"\r\n\r\n")
+
+    async def chunk(self, data: bytes) -> None:
+        await self.raw(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def end(self) -> None:
+        await self.raw(b"0\r\n\r\n")
+
+    async def json(self, value: object, status: int = 200, **headers: str) -> None:
+        body = json.dumps(value).encode()
+        lines = [f"HTTP/1.1 {status} Status", f"content-length: {len(body)}"]
+        lines += ["content-type: application/json"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        await self.raw("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+    async def events(self, *events: bytes) -> None:
+        """Answer with a whole event stream."""
+        await self.head(content_type="text/event-stream; charset=utf-8")
+        for event in events:
+            await self.chunk(event)
+        await self.end()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def reset(self) -> None:
+        """Close with RST instead of FIN."""
+        raw = self._writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+
+
+Script = Callable[[Received, Wire], Awaitable[None]]
+
+
+class FakeEngine:
+    """Runs `script` for every request; keeps what it received."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.received: list[Received] = []
+        self.connections = 0
+        self.url = ""
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._changed = asyncio.Condition()
+
+    async def wait_for_requests(self, count: int) -> None:
+        async with asyncio.timeout(5), self._changed:
+            await self._changed.wait_for(lambda: len(self.received) >= count)
+
+    async def wait_for_connections(self, count: int) -> None:
+        """Wait until exactly `count` connections are open."""
+        async with asyncio.timeout(5), self._changed:
+            await self._changed.wait_for(lambda: len(self._writers) == count)
+
+    @asynccontextmanager
+    async def running(self, host: str) -> AsyncIterator["FakeEngine"]:
+        server = await asyncio.start_server(self._on_connection, host, 0)
+        port = server.sockets[0].getsockname()[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for writer in list(self._writers):
+                writer.transport.abort()
+            await self.wait_for_connections(0)
+            await server.wait_closed()
+
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.connections += 1
+        number = self.connections
+        self._writers.add(writer)
+        active: list[Received] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                while (received := await _read_request(reader, number)) is not None:
+                    active.append(received)
+                    async with self._changed:
+                        self.received.append(received)
+                        self._changed.notify_all()
+                    group.create_task(self._play(received, Wire(writer)))
+                for each in active:
+                    each.gone.set()
+        finally:
+            writer.close()
+            async with self._changed:
+                self._writers.discard(writer)
+                self._changed.notify_all()
+
+    async def _play(self, received: Received, wire: Wire) -> None:
+        try:
+            await self.script(received, wire)
+        except ConnectionError:
+            received.gone.set()
+
+
+async def _read_request(reader: asyncio.StreamReader, number: int) -> Received | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    first, *lines = head[:-4].split("\r\n")
+    method, target, _ = first.split(" ")
+    headers = [(name.lower(), value.strip()) for name, value in (x.split(":", 1) for x in lines)]
+    length = int(next((value for name, value in headers if name == "content-length"), "0"))
+    try:
+        body = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return Received(method, target, headers, body, number)
+
+
+class EngineFactory(Protocol):
+    """Starts a fake engine that lives as long as the `async with` block."""
+
+    def __call__(
+        self, script: Script, host: str = "127.0.0.1"
+    ) -> AbstractAsyncContextManager[FakeEngine]: ...
+
+
+@pytest.fixture
+def engine() -> EngineFactory:
+    """Factory of fake engines, for `async with`."""
+
+    def start(script: Script, host: str = "127.0.0.1") -> AbstractAsyncContextManager[FakeEngine]:
+        return FakeEngine(script).running(host)
+
+    return start
+
+
+MODEL = "m"
+
+
+def served(*adapters: str, base: str = MODEL) -> ServedModels:
+    return ServedModels(
+        base=base, aliases=frozenset({base}), adapters=frozenset(adapters), cards=()
+    )
+
+
+class IdPrompts:
+    """A tokens stage that knows prompts of token ids only."""
+
+    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
+        ids = request.body.get("prompt")
+        if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+            return PromptView(unscorable="no_tokenizer")
+        space = Namespace(model=request.base_model, lora=request.lora, cache_salt=None)
+        return PromptView(prompts=(Prompt(space, ids),), source="ids")
+
+
+class Balancer:
+    """A data plane behind a real server, and what it told the rest of the process."""
+
+    def __init__(self, instances: Sequence[Instance], **options: Any) -> None:
+        self.fleet = Fleet(instances=tuple(instances))
+        self.records: list[RequestRecord] = []
+        self.health: list[tuple[str, bool, str | None]] = []
+        self.url = ""
+        self.port = 0
+        settings: DataPlaneSettings = options.pop("settings", DataPlaneSettings())
+        self.ledger = LocalLedger(clock=time.monotonic)
+        self.upstream = Upstream(
+            connect_timeout_s=settings.connect_timeout_s,
+            first_byte_timeout_s=settings.first_byte_timeout_s,
+            idle_timeout_s=settings.idle_timeout_s,
+        )
+        router = Router(
+            index=MemoryIndex(),
+            ledger=self.ledger,
+            policy=named_policy("round_robin"),
+            settings=RoutingSettings(),
+            pd=options.pop("pd", PdSettings()),
+            random=lambda: 0.5,
+            clock=time.monotonic,
+        )
+        self._ids = count(1)
+        self._noted = asyncio.Event()
+        self.dataplane = DataPlane(
+            **{
+                "fleet": lambda: self.fleet,
+                "reader": IdPrompts(),
+                "router": router,
+                "upstream": self.upstream,
+                "connectors": connectors(),
+                "settings": settings,
+                "on_record": self._on_record,
+                "report_health": lambda *told: self.health.append(told),
+                "clock": time.monotonic,
+                "new_id": lambda: f"made-up-{next(self._ids)}",
+                **options,
+            }
+        )
+
+    async def wait_for_records(self, number: int) -> list[RequestRecord]:
+        async with asyncio.timeout(5):
+            while len(self.records) < number:
+                self._noted.clear()
+                await self._noted.wait()
+        return self.records
+
+    def in_flight(self) -> int:
+        ranks = [rank for each in self.fleet.instances for rank in each.rank_ids()]
+        return sum(self.ledger.load(rank).requests for rank in ranks)
+
+    def _on_record(self, record: RequestRecord) -> None:
+        self.records.append(record)
+        self._noted.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.dataplane.handle(AsgiExchange(scope, receive, send))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Balancer"]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        server = _Server(
+            uvicorn.Config(
+                self,
+                loop="none",
+                http="httptools",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        with listener:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(server.serve(sockets=[listener]))
+                try:
+                    yield self
+                finally:
+                    server.should_exit = True
+        await self.upstream.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the test runner."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class BalancerFactory(Protocol):
+    """Starts a balancer that lives as long as the `async with` block."""
+
+    def __call__(
+        self, *instances: Instance, **options: Any
+    ) -> AbstractAsyncContextManager[Balancer]: ...
+
+
+@pytest.fixture
+def balancer() -> BalancerFactory:
+    """Factory of balancers in front of the given instances."""
+
+    def start(*instances: Instance, **options: Any) -> AbstractAsyncContextManager[Balancer]:
+        return Balancer(instances, **options).running()
+
+    return start
+
+
+class InstanceFactory(Protocol):
+    """Describes a fake engine to the fleet."""
+
+    def __call__(self, engine: FakeEngine | str, alias: str = "e0", **fields: Any) -> Instance: ...
+
+
+@pytest.fixture
+def instance() -> InstanceFactory:
+    """Factory of available instances."""
+
+    def describe(engine: FakeEngine | str, alias: str = "e0", **fields: Any) -> Instance:
+        url = engine if isinstance(engine, str) else engine.url
+        adapters = fields.pop("adapters", ())
+        base = fields.pop("base", MODEL)
+        known: dict[str, Any] = {"healthy": True, "models": served(*adapters, base=base)}
+        return Instance(id=InstanceId(url), alias=alias, **(known | fields))
+
+    return describe
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    """A client that looks at no environment."""
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as each:
+        yield each
+
+
+class RawClient:
+    """Sends a request byte by byte and reads the answer's bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def post(self, path: str, body: object) -> None:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
+        await self.send(head.encode() + b"content-type: application/json\r\n\r\n" + raw)
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def read_until(self, mark: bytes) -> bytes:
+        async with asyncio.timeout(5):
+            return await self._reader.readuntil(mark)
+
+    async def read_rest(self) -> bytes:
+        """Everything up to the end of the connection."""
+        async with asyncio.timeout(5):
+            return await self._reader.read()
+
+    def leave(self) -> None:
+        self._writer.transport.abort()
+
+
+class RawClientFactory(Protocol):
+    """Opens a connection that lives as long as the `async with` block."""
+
+    def __call__(self, balancer: Balancer) -> AbstractAsyncContextManager[RawClient]: ...
+
+
+@pytest.fixture
+def raw_client() -> RawClientFactory:
+    """Factory of raw connections."""
+
+    @asynccontextmanager
+    async def connect(balancer: Balancer) -> AsyncIterator[RawClient]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", balancer.port)
+        try:
+            yield RawClient(reader, writer)
+        finally:
+            writer.transport.abort()
+
+    return connect

@@ -1,0 +1,242 @@
+"""Engine paths that are neither scored nor split: whole, untouched, to one capable instance."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from balancer.core.fleet import Role
+
+
+async def echo(received: Any, wire: Any) -> None:
+    head = (
+        f"HTTP/1.1 200 OK\r\ncontent-length: {len(received.body)}\r\n"
+        "content-type: application/octet-stream\r\n\r\n"
+    )
+    await wire.raw(head.encode() + received.body)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/v2/embed",
+        "/tokenize",
+        "/detokenize",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/inference/v1/generate",
+        "/v1/chat/completions/batch",
+    ],
+)
+async def test_json_paths_are_forwarded_as_they_are(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, path: str
+) -> None:
+    """On their own path, byte for byte, never turned into a chat call (F54)."""
+    raw = b'{"model": "m", "input": ["a", "b"], "kv_transfer_params": null}'
+    async with engine(echo) as fake, balancer(instance(fake)) as proxy:
+        assert proxy.dataplane.proxies(path)
+        answer = await client.post(
+            proxy.url + path + "?q=1", content=raw, headers={"content-type": "application/json"}
+        )
+
+        assert (answer.status_code, answer.content) == (200, raw)
+        assert fake.received[0].target == path + "?q=1"
+        assert answer.headers["x-kvlb-instance"] == "e0"
+        assert fake.received[0].header("x-request-id") == answer.headers["x-request-id"]
+
+
+async def test_multipart_passes_untouched_to_the_model_it_names(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """The form's model chooses the instance; binary parts stay what they are (F54)."""
+    sound = bytes(range(256)) * 100
+    async with engine(echo) as other, engine(echo) as right:
+        fleet = (instance(other, "e0", base="other"), instance(right, "e1"))
+        async with balancer(*fleet) as proxy:
+            for _ in range(2):
+                answer = await client.post(
+                    proxy.url + "/v1/audio/transcriptions",
+                    files={"file": ("a.wav", sound)},
+                    data={"model": "m"},
+                )
+                assert sound in answer.content
+
+    assert (len(other.received), len(right.received)) == (0, 2)
+
+
+async def test_stream_is_passed_as_it_comes(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Named events of other APIs are not looked into."""
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.head(content_type="text/event-stream")
+        await wire.chunk(b"event: message_start\ndata: {}\n")
+        await seen.wait()
+        await wire.chunk(b"\nevent: message_stop\ndata: {}\n\n")
+        await wire.end()
+
+    seen = asyncio.Event()
+    async with engine(script) as fake, balancer(instance(fake)) as proxy, asyncio.timeout(5):
+        async with client.stream("POST", proxy.url + "/v1/messages", json={"model": "m"}) as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"event: message_start\ndata: {}\n"
+            seen.set()
+            assert b"".join([each async for each in chunks]).endswith(b"data: {}\n\n")
+
+
+async def test_prefill_instances_are_not_asked(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Only instances that answer clients do."""
+    async with engine(echo) as p, engine(echo) as d:
+        fleet = (instance(p, "p0", role=Role.PREFILL), instance(d, "d0", role=Role.DECODE))
+        async with balancer(*fleet) as proxy:
+            for _ in range(3):
+                await client.post(proxy.url + "/tokenize", json={"model": "m"})
+
+    assert (len(p.received), len(d.received)) == (0, 3)
+
+
+async def test_equals_take_turns_and_the_busy_are_spared(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """A long call on one instance sends the others elsewhere."""
+
+    async def slow(received: Any, wire: Any) -> None:
+        await release.wait()
+        await echo(received, wire)
+
+    release = asyncio.Event()
+    async with engine(slow) as busy, engine(echo) as free:
+        fleet = (instance(busy, "e0"), instance(free, "e1"))
+        async with balancer(*fleet) as proxy, asyncio.TaskGroup() as group:
+            while not busy.received:
+                group.create_task(client.post(proxy.url + "/tokenize", json={"model": "m"}))
+                await asyncio.sleep(0.02)
+            for _ in range(4):
+                await client.post(proxy.url + "/tokenize", json={"model": "m"})
+            release.set()
+
+    assert len(busy.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param({"model": "nope"}, 404, id="unknown"),
+        pytest.param({"model": 42}, 400, id="number"),
+        pytest.param({}, 400, id="absent-of-several"),
+    ],
+)
+async def test_model_is_looked_up(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    body: dict[str, Any],
+    status: int,
+) -> None:
+    """The same answers as on the scored paths."""
+    async with engine(echo) as one, engine(echo) as two:
+        async with balancer(instance(one), instance(two, "e1", base="other")) as proxy:
+            answer = await client.post(proxy.url + "/v1/embeddings", json=body)
+
+        assert answer.status_code == status
+
+
+async def test_malformed_json_is_the_engines_to_refuse(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """We don't judge bodies that we only hand over."""
+    headers = {"content-type": "application/json"}
+    async with engine(echo) as fake, balancer(instance(fake)) as proxy:
+        answer = await client.post(proxy.url + "/v1/embeddings", content=b"{", headers=headers)
+
+        assert answer.content == b"{"
+
+
+async def test_get_is_forwarded(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """A stored response is asked for without a body."""
+    async with engine(echo) as fake, balancer(instance(fake)) as proxy:
+        answer = await client.get(proxy.url + "/v1/responses/resp_1")
+
+        assert answer.status_code == 200
+        assert (fake.received[0].method, fake.received[0].target) == ("GET", "/v1/responses/resp_1")
+
+
+async def test_busy_or_dead_instance_is_passed_over_once(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """One retry elsewhere while nothing has been answered."""
+
+    async def busy(received: Any, wire: Any) -> None:
+        await wire.json({"error": {}}, 503)
+
+    async with engine(busy) as bad, engine(echo) as good:
+        async with balancer(instance(bad, "e0"), instance(good, "e1")) as proxy:
+            answers = [
+                await client.post(proxy.url + "/tokenize", json={"model": "m"}) for _ in range(2)
+            ]
+
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert len(bad.received) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/tokenize"])
+async def test_errors_have_the_form_of_their_api(
+    balancer: Any, instance: Any, client: httpx.AsyncClient, path: str
+) -> None:
+    """Anthropic's on its paths, OpenAI's elsewhere."""
+    async with balancer(instance("http://127.0.0.1:9")) as proxy:
+        answer = await client.post(proxy.url + path, json={"model": "m"})
+
+        assert answer.status_code == 502
+        assert (answer.json().get("type") == "error") == (path == "/v1/messages")
+
+
+async def test_cut_answer_breaks_the_connection(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Nothing incomplete looks complete."""
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.head()
+        await wire.chunk(b"half")
+        wire.close()
+
+    async with engine(script) as fake, balancer(instance(fake)) as proxy:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(proxy.url + "/v1/embeddings", json={"model": "m"})
+
+
+async def test_leaving_client_stops_the_engine(
+    engine: Any, balancer: Any, instance: Any, raw_client: Any
+) -> None:
+    """Forwarded calls are watched like the others."""
+
+    async def stay_silent(received: Any, wire: Any) -> None:
+        await received.gone.wait()
+
+    async with engine(stay_silent) as fake, balancer(instance(fake)) as proxy:
+        async with raw_client(proxy) as client:
+            await client.post("/v1/embeddings", json.dumps({"model": "m"}).encode())
+            await fake.wait_for_requests(1)
+            client.leave()
+            await fake.wait_for_connections(0)
+
+            (record,) = await proxy.wait_for_records(1)
+            assert [(leg.kind, leg.error) for leg in record.legs] == [("forward", "cancelled")]
