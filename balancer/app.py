@@ -24,6 +24,7 @@ from balancer.core.control_settings import name_instances
 from balancer.core.decision_log import DecisionLog
 from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts
+from balancer.core.load import LoadLedger
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import named_policy
 from balancer.core.record import RequestRecord
@@ -59,10 +60,13 @@ class Ports:
 class App:
     """The balancer as an ASGI application. Its lifespan starts the probes and closes clients."""
 
-    def __init__(self, *, routes: FastAPI, dataplane: DataPlane, keeper: FleetKeeper) -> None:
+    def __init__(
+        self, *, routes: FastAPI, dataplane: DataPlane, keeper: FleetKeeper, ledger: LoadLedger
+    ) -> None:
         self._routes = routes
         self._dataplane = dataplane
         self.keeper = keeper
+        self.ledger = ledger
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Hand engines' paths to the data plane, everything else to the web framework."""
@@ -173,7 +177,7 @@ class _Builder:
             version=importlib.metadata.version("kvlb"),
         )
         routes = create_routes(surface, self._lifespan)
-        return App(routes=routes, dataplane=dataplane, keeper=self._keeper)
+        return App(routes=routes, dataplane=dataplane, keeper=self._keeper, ledger=self._ledger)
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:

@@ -9,6 +9,7 @@ Rules:
 """
 
 import asyncio
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -108,9 +109,9 @@ class DataPlane:
         except asyncio.CancelledError:
             record.error = "cancelled"
             raise
-        except Exception as error:  # the outermost: a bug costs one request
-            logger.exception("request_failed", request_id=record.request_id)
+        except Exception as error:  # noqa: BLE001 - the outermost: a bug costs one request
             record.error = type(error).__name__
+            _log_bug(error, record)
             await self._tell(BalancerError("internal error"), record, passer)
         finally:
             record.ended_s = self._clock()
@@ -233,6 +234,17 @@ async def _while_client_stays(
         raise (gone or errors).exceptions[0] from None
     if failed is not None:
         raise failed
+
+
+def _log_bug(error: Exception, record: RequestRecord) -> None:
+    """Tell where it happened. Messages and locals may hold a prompt, so they stay out."""
+    frames = traceback.extract_tb(error.__traceback__)
+    logger.error(
+        "request_failed",
+        request_id=record.request_id,
+        error=record.error,
+        frames=[f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]],
+    )
 
 
 def _log(record: RequestRecord) -> None:

@@ -245,12 +245,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, in the same shape as every other error."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    if status == 405:
-        allow = (error.headers or {}).get("allow") if isinstance(error, HTTPException) else None
-        return await _answer_error(
-            request, MethodNotAllowedError("this path does not take this method", allow=allow)
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allow = next(
+            (value for name, value in (error.headers or {}).items() if name.lower() == "allow"),
+            None,
         )
+        refused = MethodNotAllowedError("this path does not take this method", allow=allow)
+        return await _answer_error(request, refused)
     return await _answer_error(request, PathNotFoundError("there is no such path"))
 
 

@@ -1,6 +1,8 @@
 """The write path: engines' KV-cache events become an index of who holds which blocks.
 
-`sources` finds each rank's event stream, `subscriber` moves ZMQ frames, `core.stream` puts
-batches in order, `core.events` decodes them, `core.rank_blocks` turns them into index changes,
-an index backend (`memory_index`) applies them, `service` runs it all, `status` shows it.
+In the order an event meets them: `sources` finds each rank's event stream; `ports` and `sockets`
+move ZMQ frames to the rank's `subscriber`; `core.stream` puts batches in order and asks for
+replays; `rank_writer` has them decoded (`core.events`), turned into index changes
+(`core.rank_blocks`) and applied by an index backend (`memory_index`). `followed_rank` keeps that
+going for one rank, `service` for a fleet; `status` shows it, `follower` shows one stream.
 """

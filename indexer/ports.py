@@ -115,7 +115,8 @@ class LivePort:
             await socket.wait()
             messages = socket.take_messages()
             for is_up in socket.take_connections():
-                self._peers += 1 if is_up else -1
+                # A connection that fails in its handshake goes without ever having come.
+                self._peers = self._peers + 1 if is_up else max(0, self._peers - 1)
                 for listener in tuple(self._routes.values()):
                     await listener.on_connection(is_up=is_up)
             for frames in messages:

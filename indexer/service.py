@@ -105,6 +105,7 @@ class IndexerService:
         self._engines: dict[InstanceId, _Engine] = {}
         self._ports: Ports | None = None
         self._fleet_changed = asyncio.Event()
+        self._fleet_changed.set()
 
     async def run(self) -> None:
         """Follow the fleet until cancelled."""
@@ -115,9 +116,14 @@ class IndexerService:
                 running = _Running(group=group, context=context, ports=ports)
                 group.create_task(self._run_measuring())
                 while True:
-                    self._fleet_changed.clear()
-                    await self._change_fleet(running)
                     await self._fleet_changed.wait()
+                    self._fleet_changed.clear()
+                    try:
+                        await self._change_fleet(running)
+                    except Exception:
+                        _logger.exception("fleet_not_changed")
+                        self._fleet_changed.set()
+                        await asyncio.sleep(_RESTART_S)
 
     def set_sources(self, sources: Iterable[EngineSource]) -> None:
         """Follow this fleet from now on: engines that left are forgotten, others go on."""
@@ -208,13 +214,13 @@ class IndexerService:
             except Exception:
                 _logger.exception("engine_failed", instance=engine.source.name)
                 engine.state, engine.problem = "failed", "a bug: see the log"
-                for rank in list(engine.ranks):
-                    await self._forget(engine, rank)
                 await asyncio.sleep(_RESTART_S)
 
     async def _run_discovery(
         self, engine: _Engine, running: _Running, group: asyncio.TaskGroup
     ) -> None:
+        for rank in list(engine.ranks):  # of a run that failed: their tasks are gone
+            await self._forget(engine, rank)
         retry_s = self._config.discovery_retry_s
         while True:
             found = await self._find(engine)

@@ -18,7 +18,7 @@ from indexer.core.frames import replay_request
 
 Frames = list[bytes]
 
-_BURST_MESSAGES = 256
+_BURST_MESSAGES = 64
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
 # A peer that vanished without closing its connection is noticed, so that its return is checked.

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx
+import msgspec
 
 from indexer.config import EngineSource, IndexerConfig, RankSource
 from indexer.core.endpoints import EndpointError, bindable, dialable, engine_binds, offset_port
@@ -62,10 +63,12 @@ async def find_sources(
     engine: EngineSource, *, config: IndexerConfig, http: httpx.AsyncClient
 ) -> FoundSources:
     """Resolve the streams of one engine, or raise SourceError."""
+    if engine.events is None and engine.topic is not None and config.shared_bind is not None:
+        engine = msgspec.structs.replace(engine, events=config.shared_bind, direction="bind")
     model = engine.model or await _ask_model(engine, config, http)
     published = await _ask_published(engine, config, http)
     try:
-        ranks = _resolve(engine, config, model, published)
+        ranks = _resolve(engine, model, published)
     except EndpointError as error:
         raise EngineRefusedError(f"{engine.instance}: {error}") from error
     reason = "events_off" if published is not None else "no_events_endpoint"
@@ -73,21 +76,16 @@ async def find_sources(
 
 
 def _resolve(
-    engine: EngineSource,
-    config: IndexerConfig,
-    model: str,
-    published: Mapping[int, _Published] | None,
+    engine: EngineSource, model: str, published: Mapping[int, _Published] | None
 ) -> tuple[RankSource, ...]:
-    events, direction = engine.events, engine.direction
-    if events is None and engine.topic is not None and config.shared_bind is not None:
-        events, direction = config.shared_bind, "bind"
     found: list[RankSource] = []
-    for rank in _rank_numbers(engine, published or {}, is_configured=events is not None):
+    for rank in _rank_numbers(engine, published or {}):
         entry = (published or {}).get(rank)
-        if events is not None:
-            endpoint, topic = offset_port(events, rank), engine.topic
+        direction, topic = engine.direction, engine.topic
+        if engine.events is not None:
+            endpoint = offset_port(engine.events, rank)
         elif entry is not None:
-            endpoint, topic = entry.endpoint, engine.topic or entry.topic
+            endpoint, topic = entry.endpoint, topic or entry.topic
             direction = "connect" if engine_binds(endpoint) else "bind"
         else:
             continue
@@ -107,13 +105,9 @@ def _resolve(
     return tuple(found)
 
 
-def _rank_numbers(
-    engine: EngineSource, published: Mapping[int, _Published], *, is_configured: bool
-) -> list[int]:
-    if published and (engine.ranks is None or not is_configured):
+def _rank_numbers(engine: EngineSource, published: Mapping[int, _Published]) -> list[int]:
+    if published and (engine.ranks is None or engine.events is None):
         return sorted(published)
-    if not is_configured:
-        return []
     return [engine.rank_base + local for local in range(engine.ranks or 1)]
 
 

@@ -38,7 +38,7 @@ from indexer.sockets import ReplaySocket, SocketError
 _logger = structlog.get_logger(__name__)
 
 _INBOX_MESSAGES = 1024
-_TURN_S = 0.002
+_TURN_S = 0.001
 """How long this rank may keep the event loop: requests are routed on the same one."""
 
 
@@ -151,8 +151,8 @@ class RankSubscriber:
                 self._replay = group.create_task(self._run_replay(effect))
             case OpenEpoch(reason=reason):
                 await self._open_epoch(reason)
-            case TrustChanged(trust=trust, reason=reason):
-                await self._sink.set_trust(trust, reason)
+            case TrustChanged():
+                await self._set_trust(effect)
             case _:
                 self._count(effect)
         await self._yield_turn()
@@ -172,7 +172,12 @@ class RankSubscriber:
         for change in changes:
             if isinstance(change, TrustChanged):
                 self._sink.on_effect(change)
-                await self._sink.set_trust(change.trust, change.reason)
+                await self._set_trust(change)
+
+    async def _set_trust(self, effect: TrustChanged) -> None:
+        # What a batch showed while it was applied may have overtaken an effect behind it.
+        if effect.trust is self.stream.trust.level:
+            await self._sink.set_trust(effect.trust, self.stream.trust.reason)
 
     def _count(self, effect: Dropped | GapOpened | GapRepaired | GapLost | ReplayEnded) -> None:
         counts = self._counts

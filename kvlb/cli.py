@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from balancer.core.routing_settings import PolicyName
+
 app = typer.Typer(
     name="kvlb",
     no_args_is_help=True,
@@ -88,8 +90,7 @@ def up(
         typer.Option(metavar="FLEET", help="Start simulated engines with it, such as `2p2d`."),
     ] = None,
     policy: Annotated[
-        str | None,
-        typer.Option(help="kvlb, round_robin, least_loaded, prefix_overlap or session."),
+        PolicyName | None, typer.Option(help="How an instance is chosen; kvlb if not said.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")] = None,
@@ -154,8 +155,8 @@ def simulate(
 def demo(
     *,
     seed: Annotated[int, typer.Option(help="Same seed, same conversations and arrivals.")] = 7,
-    conversations: Annotated[int, typer.Option(min=2, max=64)] = 8,
-    turns: Annotated[int, typer.Option(min=2, max=20)] = 5,
+    conversations: Annotated[int, typer.Option(min=8, max=32)] = 12,
+    turns: Annotated[int, typer.Option(min=4, max=12)] = 6,
     format: FormatOption = Format.TEXT,  # noqa: A002 - the option's name
 ) -> None:
     """Watch cache-aware routing beside round robin on a simulated 2P2D fleet. About a minute.

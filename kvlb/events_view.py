@@ -122,27 +122,28 @@ async def _watch(options: EventsOptions) -> None:
     write = _write_json if options.as_json else _write_text
     batches = ShownBatches(options.limit)
     async with asyncio.TaskGroup() as group:
-        following = [
-            group.create_task(_follow(source, options.start, batches, write)) for source in sources
-        ]
-        waiting = [
+        tasks = [
+            group.create_task(follow_streams(sources, options.start, batches, write)),
             group.create_task(wait_for_stop()),
             group.create_task(batches.reached.wait()),
         ]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in (*waiting, *following):
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
 
 
-async def _follow(
-    source: RankSource,
+async def follow_streams(
+    sources: Sequence[RankSource],
     start: int | None,
     batches: ShownBatches,
     write: Callable[[Line], None],
 ) -> None:
-    write({"what": "following", "rank": source.rank.rank, "endpoint": source.events})
-    view = RankView(source, start=start, batches=batches, write=write)
-    await follow(source, view.show, config=IndexerConfig())
+    """Write what every source brings, until cancelled."""
+    async with asyncio.TaskGroup() as group:
+        for source in sources:
+            write({"what": "following", "rank": source.rank.rank, "endpoint": source.events})
+            view = RankView(source, start=start, batches=batches, write=write)
+            group.create_task(follow(source, view.show, config=IndexerConfig()))
 
 
 async def find_streams(options: EventsOptions) -> Sequence[RankSource]:

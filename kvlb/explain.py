@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +17,8 @@ from kvlb.errors import PeerError, SettingsError
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 TIMEOUT_S = 30.0
+MOST_CANDIDATES = 6
+"""Columns that fit a terminal; cheapest first."""
 
 
 def explain(request: str, *, url: str, path: str | None, as_json: bool) -> None:
@@ -95,29 +98,30 @@ def _source(prompt: Mapping[str, Any]) -> str:
 
 
 def _show_leg(name: str, leg: Mapping[str, Any], console: Console) -> None:
-    considered: Sequence[Mapping[str, Any]] = leg["considered"]
-    terms = list(dict.fromkeys(term for each in considered for term in each["terms"]))
-    table = Table(title=f"\n{name} leg", title_justify="left")
-    for heading in ("", "instance", "rank", "overlap", "predicted", "trust", "cost"):
-        table.add_column(heading)
-    for term in terms:
-        table.add_column(term, justify="right")
-    chosen = (leg["chosen"]["instance"], leg["chosen"]["rank"])
-    for each in considered:
-        is_chosen = (each["instance"], each["rank"]) == chosen
-        table.add_row(
-            "→" if is_chosen else "",
-            each["instance"],
-            str(each["rank"]),
-            str(each["overlap_tokens"]),
-            str(each["predicted_tokens"]),
-            each["trust"],
-            _number(each["cost"]),
-            *(_number(each["terms"].get(term, 0)) for term in terms),
-            style="bold" if is_chosen else None,
-        )
+    """One column per candidate, so that a dozen terms fit a terminal."""
+    candidates: Sequence[Mapping[str, Any]] = leg["considered"]
+    shown = candidates[:MOST_CANDIDATES]
+    table = Table(title=f"\n{name} leg", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for each in shown:
+        is_chosen = _identity(each) == _identity(leg["chosen"])
+        heading = f"{'→ ' if is_chosen else ''}{each['instance']}/{each['rank']}"
+        table.add_column(heading, justify="right", style="bold" if is_chosen else None)
+    for fact in ("overlap_tokens", "predicted_tokens", "trust"):
+        table.add_row(fact.replace("_", " "), *(str(each[fact]) for each in shown))
+    table.add_section()
+    for term in dict.fromkeys(term for each in shown for term in each["terms"]):
+        table.add_row(term, *(_number(each["terms"].get(term, 0)) for each in shown))
+    table.add_section()
+    table.add_row("cost", *(_number(each["cost"]) for each in shown))
     console.print(table)
+    if len(candidates) > len(shown):
+        console.print(f"and {len(candidates) - len(shown)} more; see --format json")
     console.print(leg["why"], highlight=False, markup=False)
+
+
+def _identity(candidate: Mapping[str, Any]) -> tuple[str, int]:
+    return candidate["instance"], candidate["rank"]
 
 
 def _number(value: float | None) -> str:

@@ -82,8 +82,9 @@ def _with_predicted(
 ) -> int:
     held_blocks = held_tokens // size
     more_blocks = ledger.predicted_blocks(rank, prompt.keys(size), held_blocks)
-    blocks = min(held_blocks + more_blocks, prompt.hit_limit_blocks(size))
-    return max(held_tokens, blocks * size)
+    if not more_blocks:
+        return held_tokens
+    return max(held_tokens, min(held_blocks + more_blocks, prompt.hit_limit_blocks(size)) * size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

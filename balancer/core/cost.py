@@ -67,7 +67,7 @@ class RequestShape:
     """Names the conversation, for session affinity."""
 
 
-class LoadedCandidate(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedCandidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A candidate with its load, and the price of prefilling elsewhere if that is the way."""
 
     candidate: Candidate
@@ -78,8 +78,9 @@ class LoadedCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 def uncached_tokens(shape: RequestShape, candidate: Candidate) -> int:
     """Prompt tokens the candidate neither holds nor is about to hold."""
-    held = max(candidate.overlap_tokens, candidate.predicted_tokens)
-    return max(0, shape.prompt_tokens - held)
+    held, predicted = candidate.overlap_tokens, candidate.predicted_tokens
+    lacking = shape.prompt_tokens - (max(held, predicted))
+    return max(0, lacking)  # min and max cost more than all else here
 
 
 def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> list[Choice]:

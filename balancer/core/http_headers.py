@@ -56,7 +56,10 @@ def pass_answer_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     """Return the first value of `name` (lower case)."""
-    return next((value for each, value in headers if each == name), None)
+    for each, value in headers:
+        if each == name:
+            return value
+    return None
 
 
 def drop_header(headers: Headers, name: bytes) -> Headers:

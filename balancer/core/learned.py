@@ -27,6 +27,8 @@ FIRST_SAMPLES = 9
 ENOUGH_SAMPLES = 3
 MIN_WORK_TOKENS = 64
 """Below this a first token says more about the fixed part than about the rate."""
+CLEARLY_WORK = 4
+"""Work of so many fixed parts says something about the rate."""
 MAX_FIXED_S = 0.1
 QUANTILE = 0.4
 TRACKING_STEP = 0.05
@@ -154,9 +156,11 @@ class LearnedRates:
             self._fixed.add(min(max(rest_s, MAX_FIXED_S / 1000), MAX_FIXED_S))
             return
         # Before a rate is known only the duration can tell work from overhead.
-        known = self._fleet_prefill.count >= FIRST_SAMPLES
-        work_s = tokens * self._prefill_s(speed) if known else seconds
-        if work_s < 4 * fixed_s or seconds <= fixed_s:
+        if self._fleet_prefill.count < FIRST_SAMPLES:
+            is_work = seconds >= CLEARLY_WORK / 2 * fixed_s
+        else:
+            is_work = tokens * self._prefill_s(speed) >= CLEARLY_WORK * fixed_s
+        if not is_work or seconds <= fixed_s:
             return
         sample = (seconds - fixed_s) / tokens
         speed.prefill.add(sample)

@@ -33,7 +33,7 @@ class RankRates(msgspec.Struct, frozen=True, kw_only=True):
     """Mean length of an answer, over the fleet."""
 
 
-class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One rank's load as this balancer knows it."""
 
     requests: int = 0

@@ -60,16 +60,17 @@ class _RankBook:
 
     __slots__ = (
         "arrivals",
+        "counted_s",
         "decoding",
         "due",
-        "recent",
         "last_first_s",
         "predictions",
         "queue",
         "queued_tokens",
+        "recent",
         "requests",
         "since_s",
-        "work",
+        "work_s",
     )
 
     def __init__(self, now_s: float, max_predicted_blocks: int) -> None:
@@ -82,15 +83,28 @@ class _RankBook:
         self.due: list[tuple[float, int]] = []
         """When queued legs whose first token can't be seen are expected to be computed."""
         self.last_first_s = now_s
-        self.arrivals = FadingSum(RATE_TAU_S, now_s)
-        self.work = FadingSum(RATE_TAU_S, now_s)
+        self.counted_s = now_s
+        self.arrivals = 0.0
+        self.work_s = 0.0
+        """Both as they stood at `counted_s`."""
         self.recent = FadingSum(RECENT_TAU_S, now_s)
         self.predictions = RankPredictions(max_predicted_blocks)
 
-    def warm_s(self, now_s: float) -> float:
-        """Seconds that the fading sums stand for: tau, less while the rank is young."""
+    def count_arrival(self, now_s: float, work_s: float) -> None:
+        fade = exp((self.counted_s - now_s) / RATE_TAU_S)
+        self.arrivals = self.arrivals * fade + 1
+        self.work_s = self.work_s * fade + work_s
+        self.counted_s = now_s
+
+    def rates(self, now_s: float) -> tuple[float, float]:
+        """Arrivals and work seconds per second.
+
+        A young rank's sums stand for less time than tau.
+        """
         age_s = max(MIN_AGE_S, now_s - self.since_s)
-        return RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))
+        warm_s = RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))
+        per_s = exp((self.counted_s - now_s) / RATE_TAU_S) / warm_s
+        return self.arrivals * per_s, self.work_s * per_s
 
 
 class _Leg:
@@ -165,8 +179,8 @@ class LocalLedger:
             return RankLoad(rates=rates)
         now_s = self._clock()
         self._settle_due(book, now_s)
-        warm_s = book.warm_s(now_s)
         head = next(iter(book.queue.values()), None)
+        arrivals_per_s, work_share = book.rates(now_s)
         return RankLoad(
             requests=book.requests,
             queued_tokens=book.queued_tokens,
@@ -174,8 +188,8 @@ class LocalLedger:
             oldest_queued_s=head.booked_s if head else None,
             head_tokens=head.work.uncached_tokens if head else 0,
             head_progress_s=now_s - max(head.booked_s, book.last_first_s) if head else 0.0,
-            arrivals_per_s=book.arrivals.at(now_s) / warm_s,
-            work_share=book.work.at(now_s) / warm_s,
+            arrivals_per_s=arrivals_per_s,
+            work_share=work_share,
             recent_work_s=book.recent.at(now_s),
             rates=rates,
         )
@@ -226,15 +240,14 @@ class LocalLedger:
         book.recent.add(now_s, work.uncached_tokens * rates.prefill_s_per_token)
         if book.queue.pop(leg.number, None):
             book.queued_tokens -= work.uncached_tokens
-        if work.kind == "decode":
+        if leg.prediction is None:  # a `decode` leg
             leg.prediction = book.predictions.add(work.keys)
         elif work.streamed:
             self._learned.on_first_token(
                 work.rank, sent_s=leg.booked_s, now_s=now_s, tokens=work.uncached_tokens
             )
             book.last_first_s = now_s
-        if leg.prediction:
-            book.predictions.expire(leg.prediction, now_s + work.believed_s)
+        book.predictions.expire(leg.prediction, now_s + work.believed_s)
 
     def end(self, leg: _Leg, *, failed: bool) -> None:
         """`leg` is over, for whatever reason."""
@@ -282,8 +295,7 @@ class LocalLedger:
             heappush(book.due, (now_s + wait_s + work_s, leg.number))
         book.queue[leg.number] = leg
         book.queued_tokens += work.uncached_tokens
-        book.arrivals.add(now_s, 1)
-        book.work.add(now_s, work_s)
+        book.count_arrival(now_s, work_s)
 
     def _settle_due(self, book: _RankBook, now_s: float) -> None:
         while book.due and book.due[0][0] <= now_s:

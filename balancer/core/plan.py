@@ -34,7 +34,7 @@ class Reason(StrEnum):
     FORCED_REMOTE = "forced_remote"
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One rank that could take a leg, with everything the cost reads."""
 
     rank: RankId
@@ -47,7 +47,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A candidate with its cost, as chosen or as passed over."""
 
     candidate: Candidate

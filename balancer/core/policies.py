@@ -13,7 +13,7 @@ Cost: one estimate and one sort key per candidate.
 
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from xxhash import xxh3_64_intdigest
 
@@ -47,12 +47,12 @@ def _ordered(
     shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak, key: SortKey
 ) -> list[Choice]:
     choices = estimate_all(shape, candidates)
-    keyed = [
-        (*key(each, choice), draw(each.candidate.rank), number)
-        for number, (each, choice) in enumerate(zip(candidates, choices, strict=True))
-    ]
-    keyed.sort()
-    return [choices[int(entry[-1])] for entry in keyed]
+    keys = [key(each, choice) for each, choice in zip(candidates, choices, strict=True)]
+    if len(set(keys)) < len(keys):
+        keys = [
+            (*each, draw(choice.candidate.rank)) for each, choice in zip(keys, choices, strict=True)
+        ]
+    return [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
 
 
 class LeastCost:
@@ -151,6 +151,8 @@ def named_policy(name: PolicyName) -> Policy:
             return PrefixOverlap()
         case "session":
             return SessionAffinity()
+        case _:
+            assert_never(name)
 
 
 def seeded_draw(seed: int) -> TieBreak:

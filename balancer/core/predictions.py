@@ -83,6 +83,8 @@ class RankPredictions:
         covered = self._covered
         if start >= len(keys) or keys[start] not in covered:
             return 0
+        if keys[-1] in covered:  # a sibling or the same prompt again: the usual case
+            return len(keys) - start
         end = bisect_left(keys, True, lo=start + 1, key=lambda key: key not in covered)
         return end - start
 

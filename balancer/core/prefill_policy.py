@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from balancer.core.fleet import Role
 from balancer.core.plan import Reason
 from balancer.core.routing_settings import PdSettings
@@ -39,8 +41,7 @@ class SplitFacts:
     """Some of them have no room. They are busy, not missing: nobody stands in for them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Run a prefill leg or not, and why."""
 
     reason: Reason

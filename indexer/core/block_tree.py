@@ -183,7 +183,7 @@ class BlockTree:
         changed = [node]
         while changed:
             parent = changed.pop()
-            is_reachable = True
+            is_reachable = self._shown[parent] != 0
             child = self._first_child[parent]
             while child:
                 now = self._tiers[child] if is_reachable else 0

@@ -13,6 +13,7 @@ from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 _TCP = "tcp://"
+_IPC = "ipc://"
 _EVERY_INTERFACE = frozenset(("*", "0.0.0.0", "[::]", "::"))  # noqa: S104 - recognised, not bound
 
 
@@ -22,7 +23,7 @@ class EndpointError(ValueError):
 
 def check_endpoint(endpoint: str) -> str:
     """Return `endpoint` if it is `tcp://host:port` or `ipc://path`, else raise EndpointError."""
-    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+    if endpoint.startswith(_IPC) and len(endpoint) > len(_IPC):
         return endpoint
     _split_tcp(endpoint)
     return endpoint
@@ -39,7 +40,7 @@ def offset_port(endpoint: str, rank: int) -> str:
 
 
 def engine_binds(endpoint: str) -> bool:
-    """Does an engine with this event endpoint bind it itself? If not, it is ours to bind."""
+    """An engine with this event endpoint binds it itself; if not, it is ours to bind."""
     return not endpoint.startswith(_TCP) or "*" in endpoint or "::" in endpoint
 
 
@@ -54,7 +55,7 @@ def bindable(endpoint: str) -> str:
 
 
 def _with_host(endpoint: str, replace: Callable[[str], str]) -> str:
-    if not endpoint.startswith(_TCP):
+    if endpoint.startswith(_IPC):
         return endpoint
     host, port = _split_tcp(endpoint)
     return f"{_TCP}{_unmapped(replace(host))}:{port}"

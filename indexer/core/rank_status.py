@@ -78,7 +78,8 @@ class EngineStatus:
     instance: InstanceId
     alias: str
     state: str
-    """`following`, `events_off`, `no_events_endpoint`, `searching`, `unreachable`, `refused`."""
+    """`following`; `events_off`, `no_events_endpoint`: it has none; `searching`, `unreachable`,
+    `refused`, `failed`: not found yet, or not again."""
     problem: str | None
     """What to tell the operator."""
     ranks: int

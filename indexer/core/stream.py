@@ -104,10 +104,10 @@ class RankStream:
     def on_disconnected(self) -> list[Effect]:
         """The live socket lost its peer: the next one may be another process."""
         self._asks = self._silences = 0
-        if self._next is None:
-            self._forget_life()
-        else:
+        if self._next:
             self._doubt = "reconnect"
+        else:  # nothing applied yet; what waits may be the old process's
+            self._forget_life()
         return self._abandon_replay()
 
     def on_live(self, seq: int, payload: bytes) -> list[Effect]:
@@ -166,6 +166,7 @@ class RankStream:
 
     def on_events_lost(self, seq: int) -> list[Effect]:
         """Batch `seq` had its turn, but something of it could not be read."""
+        self._is_joining = False
         return self.trust.degrade("events_rejected", at=seq + 1)
 
     def on_rebuild_wanted(self) -> list[Effect]:
@@ -245,7 +246,6 @@ class RankStream:
 
     def _begin_at_0(self) -> list[Effect]:
         self._next = 0
-        self._doubt = None
         return self.trust.set(Trust.EXACT, "joined_at_0")
 
     def _open_gap(self) -> list[Effect]:
@@ -263,8 +263,8 @@ class RankStream:
         """Go on with what is there."""
         self._asks = self._silences = 0
         effects: list[Effect] = []
-        if self._doubt and self._next:
-            effects += self.trust.degrade(f"{self._doubt}_unverified", at=self._next)
+        if self._doubt:
+            effects += self.trust.degrade(f"{self._doubt}_unverified", at=self._next or 0)
         self._doubt = None
         for seq in sorted(self._known.held):
             effects += self._skip_to(seq)
@@ -346,7 +346,6 @@ class RankStream:
         return [OpenEpoch("rebuilt"), *self._join_at(0)]
 
     def _join_at(self, seq: int) -> list[Effect]:
-        self._doubt = None
         if seq > 0:
             return self._skip_to(self._known.first_held_or(seq))
         self._next = 0
@@ -364,7 +363,6 @@ class RankStream:
         if self._known.held:
             return self._advance()
         self._next = 0
-        self._doubt = None
         self._asks = self._silences = 0
         return self.trust.set(Trust.EXACT, "fresh")
 

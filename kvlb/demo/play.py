@@ -11,10 +11,8 @@ from openai import AsyncOpenAI
 
 from kvlb.demo.client import Answer, ask, open_client
 from kvlb.demo.report import NONE, RoutedRequest
+from kvlb.demo.stage import ANSWER_ALLOWANCE_S
 from simulator.workload import Conversation
-
-ANSWER_ALLOWANCE_S = 1.0
-"""Planned time for an answer, before the user begins to think."""
 
 
 async def play(

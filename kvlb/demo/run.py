@@ -15,12 +15,20 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from balancer.core.routing_settings import PdSettings, PolicyName, RoutingSettings
 from indexer.core.types import Trust
 from kvlb.demo.counters import count_fleet
 from kvlb.demo.report import DemoReport, EngineCounts, PolicyRun, judge
+from kvlb.demo.stage import set_stage
 from kvlb.demo.tables import show_report
 from kvlb.errors import MissingExtraError, PeerError
 from kvlb.event_loop import run_command
@@ -30,17 +38,10 @@ from kvlb.settings import KvlbSettings, Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from simulator.core.settings import EngineSettings
 from simulator.service import RunningFleet
-from simulator.workload import Conversation, WorkloadShape
+from simulator.workload import Conversation
 from simulator.workload import conversations as write_conversations
 
 FLEET = "2p2d"
-ENGINE = EngineSettings(
-    # Slow on purpose: simulated time must dwarf what Python itself needs on a busy laptop.
-    prefill_tokens_per_s=4_000.0,
-    inter_token_ms=12.0,
-    # 20,000 tokens: room for half of the conversations, as caches of busy engines have.
-    num_blocks=1_250,
-)
 READY_S = 15.0
 POLL_S = 0.02
 
@@ -73,17 +74,8 @@ def demo(options: DemoOptions, *, as_json: bool) -> int:
 
 async def run_demo(options: DemoOptions) -> DemoReport:
     """Play the workload once per policy."""
-    shape = WorkloadShape(
-        conversations=options.conversations,
-        turns=options.turns,
-        shared_system_chars=600,
-        first_message_chars=1_800,
-        next_message_chars=300,
-        answer_tokens=40,
-        arrivals_per_s=1.5,
-        think_s=1.0,
-    )
-    script = write_conversations(options.seed, shape)
+    stage = set_stage(options.conversations, options.turns)
+    script = write_conversations(options.seed, stage.shape)
     progress = Progress(
         TextColumn("{task.description:<12}"),
         BarColumn(),
@@ -98,7 +90,7 @@ async def run_demo(options: DemoOptions) -> DemoReport:
         for name in POLICIES:
             progress.start_task(bars[name])
             advance = _advance(progress, bars[name])
-            runs.append(await run_policy(name, script, on_answer=advance))
+            runs.append(await run_policy(name, script, stage.engine, on_answer=advance))
     ours, theirs = runs
     return judge(ours, theirs)
 
@@ -107,17 +99,21 @@ POLICIES: tuple[PolicyName, ...] = ("kvlb", "round_robin")
 
 
 async def run_policy(
-    policy: PolicyName, script: Sequence[Conversation], *, on_answer: Callable[[], None]
+    policy: PolicyName,
+    script: Sequence[Conversation],
+    engine: EngineSettings,
+    *,
+    on_answer: Callable[[], None],
 ) -> PolicyRun:
     """Play `script` over a fresh fleet."""
     from kvlb.demo.play import play  # noqa: PLC0415 - needs the optional extra
 
-    async with simulated_fleet(parse_fleet(FLEET), ENGINE) as fleet:
+    async with simulated_fleet(parse_fleet(FLEET), engine) as fleet:
         async with running_kvlb(_settings(policy, fleet)) as kvlb:
             await _wait_until_ready(kvlb, engines=len(fleet.engines))
             started_s = time.monotonic()
             requests = await play(
-                kvlb.url, script, model=ENGINE.model, clock=time.monotonic, on_answer=on_answer
+                kvlb.url, script, model=engine.model, clock=time.monotonic, on_answer=on_answer
             )
             duration_s = time.monotonic() - started_s
         counts = await _count(fleet)
@@ -127,10 +123,8 @@ async def run_policy(
 def _settings(policy: PolicyName, fleet: RunningFleet) -> KvlbSettings:
     instances = tuple(instance_option(engine) for engine in fleet.engines)
     settings = load_settings(None, Overrides(instances=instances, port=0), {})
-    force = "remote" if policy == "round_robin" else "auto"
-    return msgspec.structs.replace(
-        settings, routing=RoutingSettings(policy=policy), pd=PdSettings(force=force)
-    )
+    pd = PdSettings(force="remote") if policy == "round_robin" else PdSettings()
+    return msgspec.structs.replace(settings, routing=RoutingSettings(policy=policy), pd=pd)
 
 
 async def _wait_until_ready(kvlb: RunningKvlb, *, engines: int) -> None:
@@ -149,7 +143,8 @@ async def _wait_until_ready(kvlb: RunningKvlb, *, engines: int) -> None:
 
 
 async def _count(fleet: RunningFleet) -> EngineCounts:
-    answering, others = [], []
+    answering: list[str] = []
+    others: list[str] = []
     async with httpx.AsyncClient(trust_env=False) as http:
         for engine in fleet.engines:
             text = (await http.get(f"{engine.url}/metrics")).text
@@ -157,5 +152,5 @@ async def _count(fleet: RunningFleet) -> EngineCounts:
     return count_fleet(answering, others)
 
 
-def _advance(progress: Progress, bar: object) -> Callable[[], None]:
-    return lambda: progress.advance(bar)  # type: ignore[arg-type]
+def _advance(progress: Progress, bar: TaskID) -> Callable[[], None]:
+    return lambda: progress.advance(bar)

@@ -1,51 +1,61 @@
 """The demo's result for people: where requests went, both policies side by side, the verdict."""
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvlb.demo.report import DemoReport, PolicyRun
 
+CACHED_NOTE = (
+    "cached ratio = 1 - prefilled / prompt tokens, from the engines' own counters.\n"
+    "Tokens that a transfer brought are not cached: a prefill instance computed them."
+)
+
 
 def show_report(report: DemoReport, console: Console) -> None:
     """Print three tables."""
     console.print(_routed(report.ours))
     console.print(_side_by_side(report))
+    console.print(CACHED_NOTE, style="dim")
     console.print(_verdict(report))
 
 
 def _routed(run: PolicyRun) -> Table:
-    table = Table(title=f"\nRouted by {run.policy}", title_justify="left")
-    for name in ("user", "turn", "instance", "prefill"):
+    table = Table(
+        title=f"\nRouted by {run.policy}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("turn", "instance", "prefill"):
         table.add_column(name)
-    for name in ("prompt", "overlap", "cached", "TTFT ms"):
+    for name in ("prompt", "overlap", "cached", "TTFT"):
         table.add_column(name, justify="right")
     table.add_column("reason", no_wrap=True)
-    for each in run.requests:
+    for each, after in zip(run.requests, (*run.requests[1:], None), strict=True):
         table.add_row(
-            str(each.conversation),
-            str(each.turn),
+            f"{each.conversation}.{each.turn}",
             each.instance,
             each.prefill,
             _tokens(each.prompt_tokens),
             _tokens(each.overlap_tokens),
             _tokens(each.cached_tokens),
-            f"{each.ttft_s * 1000:.0f}",
+            f"{each.ttft_s * 1000:.0f} ms",
             each.reason,
-            end_section=each is run.requests[-1]
-            or _ends_conversation(run, each.conversation, each.turn),
+            end_section=after is None or after.conversation != each.conversation,
         )
     return table
-
-
-def _ends_conversation(run: PolicyRun, conversation: int, turn: int) -> bool:
-    return turn == max(each.turn for each in run.requests if each.conversation == conversation)
 
 
 def _side_by_side(report: DemoReport) -> Table:
     runs = (report.ours, report.theirs)
     table = Table(
-        "", title="\nSame conversations, same arrivals, cold caches", title_justify="left"
+        "",
+        title="\nSame conversations, same arrivals, cold caches",
+        title_justify="left",
+        box=SIMPLE_HEAD,
     )
     for run in runs:
         table.add_column(run.policy, justify="right")
@@ -61,16 +71,19 @@ def _side_by_side(report: DemoReport) -> Table:
     }
     for name, figures in rows.items():
         table.add_row(name, *figures)
-    table.caption = (
-        "cached ratio = 1 - prefilled / prompt tokens, from the engines' own counters: tokens\n"
-        "that a transfer brought are not cached, for a prefill engine computed them"
-    )
-    table.caption_justify = "left"
     return table
 
 
 def _verdict(report: DemoReport) -> Table:
-    table = Table("criterion", "figure", "required", "", title="\nVerdict", title_justify="left")
+    table = Table(
+        "criterion",
+        "figure",
+        "required",
+        "",
+        box=SIMPLE_HEAD,
+        title="\nVerdict",
+        title_justify="left",
+    )
     for each in report.criteria:
         word = Text("pass", style="green") if each.passed else Text("FAIL", style="bold red")
         table.add_row(each.name, each.figure, each.required, word)

@@ -41,7 +41,9 @@ class WriteConnector:
         )
 
     def decode_leg(
-        self, context: LegContext, prefill_answer: Mapping[str, Any] | None
+        self,
+        context: LegContext,
+        prefill_answer: Mapping[str, Any] | None,  # noqa: ARG002 - the contract's signature
     ) -> LegRequest:
         """Written before the prefill leg has answered."""
         params = {"do_remote_prefill": True, "transfer_id": f"tx-{context.request_id}"}

@@ -121,7 +121,7 @@ def test_the_fixed_part_is_at_most_a_tenth_of_a_second() -> None:
 def test_work_that_overhead_could_explain_teaches_nothing() -> None:
     """Neither before a rate is known nor after."""
     learned = LearnedRates()
-    prefill(learned, tokens=100, seconds=0.05)
+    prefill(learned, tokens=100, seconds=0.03)
     before = learned.rates(RANK)
     prefill(learned, tokens=1000, seconds=0.12, times=9)
     known = learned.rates(RANK)

@@ -625,6 +625,18 @@ def test_first_batch_after_a_reconnect_of_a_fresh_engine_is_its_first() -> None:
     assert stream.on_live(0, batch(0)) == [waited(0)]
 
 
+def test_batch_of_a_process_that_died_before_it_counted_is_forgotten() -> None:
+    """A fresh engine that restarts twice while it is joined leaves nothing behind."""
+    stream = fresh()
+    stream.on_disconnected()
+    stream.on_connected()
+    stream.on_live(0, batch(0, life=1))
+    stream.on_disconnected()
+
+    assert stream.on_connected() == [RequestReplay(0, 3)]
+    assert stream.on_replayed(3, 0, batch(0, life=2)) == [waited(0, life=2)]
+
+
 def test_connected_again_without_a_loss_asks_nothing() -> None:
     """On a shared port other engines connect as well."""
     stream = live_at(2)

@@ -47,6 +47,8 @@ class Publisher:
         self.ts = 1000.0
         self.is_mute = False
         """Replay requests get no answer."""
+        self.junk_answers: list[list[bytes]] = []
+        """Sent before the batches of every replay."""
         self.asked: list[int] = []
         self._topic = topic
         self._has_topic_frame = has_topic_frame
@@ -63,21 +65,27 @@ class Publisher:
         self._router = self._context.socket(zmq.ROUTER)
         for each in (self._live, self._router):
             each.linger = 0
-        if self._connect_to:
-            self._live.connect(self._connect_to)
-        else:
-            self._live.bind(self.events)
-        self._router.bind(self.replay)
+        try:
+            if self._connect_to:
+                self._live.connect(self._connect_to)
+            else:
+                self._live.bind(self.events)
+            self._router.bind(self.replay)
+        except zmq.ZMQError:
+            self._close_sockets()
+            raise
 
-    def close(self) -> None:
+    def _close_sockets(self) -> None:
         self._live.close(0)
         self._router.close(0)
+
+    def close(self) -> None:
+        self._close_sockets()
         self._context.term()
 
     async def restart(self) -> None:
         """Another process on the same ports: numbers begin at 0, the ring is empty."""
-        self._live.close(0)
-        self._router.close(0)
+        self._close_sockets()
         async with asyncio.timeout(5):
             while True:
                 try:
@@ -115,7 +123,9 @@ class Publisher:
         """Answer replay requests until cancelled."""
         while True:
             await asyncio.sleep(0.005)  # a poll, as vLLM's publisher thread does
-            router = zmq.Socket.shadow(self._router.underlying)
+            if self._router.closed:
+                continue
+            router: zmq.Socket[bytes] = zmq.Socket.shadow(self._router.underlying)
             while router.poll(0):
                 identity, _, number = router.recv_multipart()
                 self._serve(router, identity, int.from_bytes(number, "big"))
@@ -124,6 +134,8 @@ class Publisher:
         self.asked.append(from_seq)
         if self.is_mute:
             return
+        for junk in self.junk_answers:
+            router.send_multipart([identity, *junk])
         head = [identity, b"", self._topic] if self._has_topic_frame else [identity, b""]
         for seq, payload in self.ring:
             if seq >= from_seq:
@@ -218,12 +230,13 @@ def engine_http() -> Callable[..., AbstractAsyncContextManager[EngineHttp]]:
             uvicorn.Config(_engine_app(engine), port=port, log_level="error", lifespan="off")
         )
         async with asyncio.TaskGroup() as group:
-            group.create_task(server.serve())
+            serving = group.create_task(server.serve())
             await _eventually(lambda: server.started)
             try:
                 yield engine
             finally:
                 server.should_exit = True
+                await asyncio.wait((serving,))
 
     return run
 
@@ -249,3 +262,9 @@ def _engine_app(engine: EngineHttp) -> FastAPI:
         return await call_next(request)
 
     return app
+
+
+@pytest.fixture
+def unused_url() -> str:
+    """An address where nobody listens."""
+    return f"http://127.0.0.1:{free_port()}"

@@ -13,7 +13,7 @@ from indexer.config import EngineSource, RankSource
 from indexer.config import IndexerConfig as Config
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, IndexSize, Prompt, RankUpdate
-from indexer.core.stream_effects import GapOpened, GapRepaired, RequestReplay
+from indexer.core.stream_effects import GapOpened, GapRepaired, ReplayEnded, RequestReplay
 from indexer.core.types import InstanceId, RankId, Trust
 from indexer.follower import FollowedBatch, FollowedItem, follow
 from indexer.memory_index import MemoryIndex
@@ -245,7 +245,7 @@ async def test_orphan_is_no_beginning_and_attaches_when_its_parent_comes(
 async def test_bad_messages_cost_only_themselves(publishing: Any, indexing: Any) -> None:
     """F06: counted by reason, connection stays, good events of the same batch are applied."""
     async with publishing() as engine, indexing(source(engine)) as (service, index):
-        await engine.subscribed()
+        await service.until(R0, lambda now: now.trust is Trust.EXACT)
         engine.send_frames(b"one frame")
         engine.send_frames(b"two", b"frames")
         engine.send_frames(b"", b"\0" * 3, b"short number")
@@ -263,6 +263,18 @@ async def test_bad_messages_cost_only_themselves(publishing: Any, indexing: Any)
         }
         assert await held(index) == 4
         assert (status.trust_reason, status.counts.connections) == ("events_rejected", 1)
+
+
+async def test_bad_replay_answers_cost_only_themselves(publishing: Any, indexing: Any) -> None:
+    """F06 on the other socket."""
+    async with publishing() as engine:
+        engine.junk_answers = [[b"", b"lonely"], [b"", b"short", b"p"]]
+        engine.publish(stored(1))
+        async with indexing(source(engine)) as (service, index):
+            status = await service.until(R0, lambda now: now.trust is Trust.EXACT)
+
+            assert status.counts.rejected == {"replay_frame_count": 1, "replay_seq_frame": 1}
+            assert await held(index) == 1
 
 
 async def test_duplicate_and_late_batches_are_counted(publishing: Any, indexing: Any) -> None:
@@ -329,13 +341,21 @@ async def test_shared_port_tells_engines_apart_by_topic(
             service.set_sources(engines[:1])
             first.publish(stored(2, parent=1, first=1))
             await service.caught_up(R0, 1)
+            await eventually(lambda: service.rank_status(R1) is None)
             assert await held(index, R1) is None
 
 
 class FailingIndex(MemoryIndex):
-    """Breaks once for E0, as a bug would."""
+    """Breaks once for E0, as a bug would, whatever is wanted of it."""
 
     failures = 1
+    retire_failures = 0
+
+    async def retire(self, rank: RankId) -> None:
+        if self.retire_failures:
+            self.retire_failures -= 1
+            raise RuntimeError("broken on purpose")
+        await super().retire(rank)
 
     async def apply(self, update: RankUpdate) -> None:
         if update.rank == R0 and update.seq == 0 and self.failures:
@@ -358,6 +378,18 @@ async def test_failure_of_one_rank_is_its_own(publishing: Any, indexing: Any) ->
 
             assert (status.counts.failures, await held(index)) == (1, 1)
             assert service.rank_status(R1).epoch == before.epoch
+
+
+async def test_fleet_changes_in_the_end(publishing: Any, indexing: Any, eventually: Any) -> None:
+    """An index that fails once while a rank is forgotten is asked again."""
+    index = FailingIndex()
+    index.failures, index.retire_failures = 0, 1
+    async with publishing() as engine, indexing(source(engine), index=index) as (service, _):
+        await service.until(R0, lambda now: now.trust is Trust.EXACT)
+        service.set_sources([])
+        await eventually(lambda: not service.engines())
+
+        assert await held(index) is None
 
 
 async def test_taken_port_is_tried_again(publishing: Any, indexing: Any, eventually: Any) -> None:
@@ -384,12 +416,14 @@ async def test_topic_claimed_twice_is_refused(indexing: Any, publishing: Any) ->
 async def test_follow_shows_batches_and_the_repair_of_a_gap(publishing: Any) -> None:
     """What `kvlb events` prints."""
     items: list[FollowedItem] = []
-    done = asyncio.Event()
+    joined, repaired = asyncio.Event(), asyncio.Event()
 
     def on_item(item: FollowedItem) -> None:
         items.append(item)
+        if isinstance(item, ReplayEnded):
+            joined.set()
         if isinstance(item, GapRepaired):
-            done.set()
+            repaired.set()
 
     async with publishing() as engine:
         rank = RankSource(
@@ -397,12 +431,12 @@ async def test_follow_shows_batches_and_the_repair_of_a_gap(publishing: Any) -> 
         )
         async with asyncio.TaskGroup() as group:
             following = group.create_task(follow(rank, on_item, config=Config()))
-            await engine.subscribed()
+            await joined.wait()
             engine.publish(stored(1))
             engine.publish(CLEARED, drop=True)
             engine.publish_payload(b"garbage", drop=True)
             engine.publish(removed(1))
-            await done.wait()
+            await repaired.wait()
             following.cancel()
 
     shown = [item for item in items if not isinstance(item, FollowedBatch)]

@@ -9,17 +9,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
+from prometheus_client import CollectorRegistry
 
+from balancer.app import App, create_app
+from balancer.config import BalancerConfig, check_config
 from balancer.core.control_settings import InstanceSettings, TokensSettings
 from balancer.core.fleet import Fleet
+from balancer.core.fleet_view import RankFacts
 from balancer.core.request import Endpoint, GenerateRequest
+from balancer.core.settings_errors import decode_settings
 from balancer.engines import EngineClient
+from balancer.server import serve
 from balancer.token_pool import TokenPool
 from balancer.tokens import PromptReader
 from indexer.core.model_cards import parse_model_list
 from indexer.core.types import InstanceId
+from indexer.memory_index import MemoryIndex
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,8 +82,11 @@ class StubEngine:
     """Fixed answers by path, instead of the usual ones."""
     stall: set[str] = field(default_factory=set)
     """Paths that never answer."""
+    hold: asyncio.Event | None = None
+    """Completions wait for it."""
     received: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     url: str = ""
+    server: Any = None
     _called: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,6 +105,8 @@ class StubEngine:
             while (await receive())["type"] != "http.disconnect":
                 pass
             return
+        if self.hold is not None and path == "/v1/completions":
+            await self.hold.wait()
         status, answer = self._answer(path)
         has_key = headers.get("authorization") == f"Bearer {self.api_key}"
         if self.api_key and path.startswith("/v1") and not has_key:
@@ -172,6 +185,7 @@ def engine_factory() -> EngineFactory:
     async def start(**fields: Any) -> AsyncIterator[StubEngine]:
         stub = StubEngine(**fields)
         async with serving(stub) as server:
+            stub.server = server
             stub.url = f"http://127.0.0.1:{server.port}"
             yield stub
 
@@ -243,3 +257,66 @@ def make_reader(client: EngineClient, now: list[float]) -> Iterator[Callable[...
 def tokenizer_directory() -> str:
     """Directory of the tokenizer that the captures were made with."""
     return str(TOKENIZER)
+
+
+@dataclass
+class Balancer:
+    """A whole balancer behind a real server."""
+
+    url: str
+    http: httpx.AsyncClient
+    index: MemoryIndex
+    app: App
+    stop: asyncio.Event
+
+    async def available(self, count: int = 1) -> None:
+        """Wait until `count` instances are available."""
+        async with asyncio.timeout(5):
+            await self.app.keeper.wait_for(
+                lambda fleet: sum(each.is_available for each in fleet.instances) >= count
+            )
+
+
+@pytest.fixture
+def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
+    """Starts balancers: `config` fields as an operator writes them, `index_status` if any."""
+
+    @asynccontextmanager
+    async def start(
+        config: dict[str, Any], index_status: Callable[[], RankFacts] | None = None
+    ) -> AsyncIterator[Balancer]:
+        settings = {"probes": {"interval_s": 0.05}, "drain_s": 2, **config}
+        checked = check_config(decode_settings(settings, BalancerConfig, where=""), {})
+        index = MemoryIndex()
+        app = create_app(
+            config=checked, index=index, registry=CollectorRegistry(), index_status=index_status
+        )
+        stop = asyncio.Event()
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(
+                serve(
+                    app,
+                    host="127.0.0.1",
+                    port=0,
+                    drain_s=checked.drain_s,
+                    stop=stop,
+                    on_listening=port.set_result,
+                )
+            )
+            url = f"http://127.0.0.1:{await port}"
+            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5) as http:
+                yield Balancer(url=url, http=http, index=index, app=app, stop=stop)
+                stop.set()
+
+    return start
+
+
+@pytest.fixture
+async def balancer(
+    engine: StubEngine, balancer_factory: Callable[..., AbstractAsyncContextManager[Balancer]]
+) -> AsyncIterator[Balancer]:
+    """A balancer over one healthy engine."""
+    async with balancer_factory({"instances": [{"url": engine.url}]}) as started:
+        await started.available()
+        yield started

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -214,7 +215,7 @@ def served(*adapters: str, base: str = MODEL) -> ServedModels:
 class IdPrompts:
     """A tokens stage that knows prompts of token ids only."""
 
-    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
+    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:  # noqa: ARG002
         ids = request.body.get("prompt")
         if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
             return PromptView(unscorable="no_tokenizer")
@@ -307,12 +308,19 @@ class Balancer:
                 try:
                     yield self
                 finally:
-                    server.should_exit = True
+                    server.leave.set()
         await self.upstream.close()
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the test runner."""
+    """Leaves signals to the test runner, and leaves when told, not at the next tick."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.leave = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.leave.wait()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -360,7 +368,8 @@ def instance() -> InstanceFactory:
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     """A client that looks at no environment."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as each:
+    transport = httpx.AsyncHTTPTransport(verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    async with httpx.AsyncClient(transport=transport, trust_env=False, timeout=10) as each:
         yield each
 
 

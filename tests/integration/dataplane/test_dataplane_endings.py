@@ -2,16 +2,37 @@
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import pytest
 
+from balancer.connectors.contract import LegContext, LegRequest
+from balancer.core.errors import ClientGoneError
 from balancer.core.fleet import Fleet, Role
+from balancer.core.prefill_rewrite import prefill_body
 from balancer.core.request import GenerateRequest, PromptView
 
 COMPLETIONS = "/v1/completions"
 LONG = list(range(1000))
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
+
+
+class PushConnector:
+    """A fake concurrent connector."""
+
+    name = "push"
+    style: Literal["serial", "concurrent"] = "concurrent"
+
+    def prefill_leg(self, context: LegContext) -> LegRequest:
+        return LegRequest(body=prefill_body(context.body))
+
+    def decode_leg(
+        self,
+        context: LegContext,
+        prefill_answer: Mapping[str, Any] | None,  # noqa: ARG002 - the contract's signature
+    ) -> LegRequest:
+        return LegRequest(body=context.body)
 
 
 async def stay_silent(received: Any, wire: Any) -> None:
@@ -49,26 +70,32 @@ async def test_leaving_before_the_answer(
     engine: Any, balancer: Any, instance: Any, raw_client: Any, stream: bool
 ) -> None:
     """Waiting for headers, streamed or not (F42)."""
-    async with engine(stay_silent) as fake, balancer(instance(fake)) as proxy:
-        async with raw_client(proxy) as client:
-            await client.post(COMPLETIONS, request(stream=stream))
-            await fake.wait_for_requests(1)
-            client.leave()
+    async with (
+        engine(stay_silent) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(COMPLETIONS, request(stream=stream))
+        await fake.wait_for_requests(1)
+        client.leave()
 
-            await assert_all_over(proxy, fake)
+        await assert_all_over(proxy, fake)
 
 
 async def test_leaving_in_the_middle_of_a_stream(
     engine: Any, balancer: Any, instance: Any, raw_client: Any
 ) -> None:
     """The engine stops generating (F41)."""
-    async with engine(stream_for_ever) as fake, balancer(instance(fake)) as proxy:
-        async with raw_client(proxy) as client:
-            await client.post(COMPLETIONS, request(stream=True))
-            await client.read_until(TOKEN)
-            client.leave()
+    async with (
+        engine(stream_for_ever) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(COMPLETIONS, request(stream=True))
+        await client.read_until(TOKEN)
+        client.leave()
 
-            await assert_all_over(proxy, fake)
+        await assert_all_over(proxy, fake)
 
 
 async def test_leaving_in_a_silence_of_the_stream(
@@ -81,13 +108,16 @@ async def test_leaving_in_a_silence_of_the_stream(
         await wire.chunk(TOKEN)
         await received.gone.wait()
 
-    async with engine(script) as fake, balancer(instance(fake)) as proxy:
-        async with raw_client(proxy) as client:
-            await client.post(COMPLETIONS, request(stream=True))
-            await client.read_until(TOKEN)
-            client.leave()
+    async with (
+        engine(script) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(COMPLETIONS, request(stream=True))
+        await client.read_until(TOKEN)
+        client.leave()
 
-            await assert_all_over(proxy, fake)
+        await assert_all_over(proxy, fake)
 
 
 @pytest.fixture
@@ -106,14 +136,18 @@ async def test_leaving_while_the_prefill_leg_runs(
     engine: Any, balancer: Any, pd_fleet: Any, raw_client: Any, stream: bool
 ) -> None:
     """Prefill stops and decode never starts (F42)."""
-    async with engine(stay_silent) as p, engine(stay_silent) as d:
-        async with balancer(*pd_fleet(p, d)) as proxy, raw_client(proxy) as client:
-            await client.post(COMPLETIONS, request(stream=stream))
-            await p.wait_for_requests(1)
-            client.leave()
+    async with (
+        engine(stay_silent) as p,
+        engine(stay_silent) as d,
+        balancer(*pd_fleet(p, d)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(COMPLETIONS, request(stream=stream))
+        await p.wait_for_requests(1)
+        client.leave()
 
-            await assert_all_over(proxy, p)
-            assert d.received == []
+        await assert_all_over(proxy, p)
+        assert d.received == []
 
 
 @pytest.mark.parametrize("decode", [stay_silent, stream_for_ever])
@@ -121,28 +155,35 @@ async def test_leaving_while_the_decode_leg_runs(
     engine: Any, balancer: Any, pd_fleet: Any, raw_client: Any, decode: Any
 ) -> None:
     """The second leg of a pair is stopped like a single one (F41)."""
-    async with engine(prefill_ok) as p, engine(decode) as d:
-        async with balancer(*pd_fleet(p, d)) as proxy, raw_client(proxy) as client:
-            await client.post(COMPLETIONS, request(stream=True))
-            await d.wait_for_requests(1)
-            client.leave()
+    async with (
+        engine(prefill_ok) as p,
+        engine(decode) as d,
+        balancer(*pd_fleet(p, d)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(COMPLETIONS, request(stream=True))
+        await d.wait_for_requests(1)
+        client.leave()
 
-            await assert_all_over(proxy, d)
+        await assert_all_over(proxy, d)
 
 
 async def test_leaving_while_the_body_is_sent(
     engine: Any, balancer: Any, instance: Any, raw_client: Any
 ) -> None:
     """Half a body reaches no engine."""
-    async with engine(stay_silent) as fake, balancer(instance(fake)) as proxy:
-        async with raw_client(proxy) as client:
-            await client.send(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
-            )
-            client.leave()
+    async with (
+        engine(stay_silent) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        )
+        client.leave()
 
-            await assert_all_over(proxy)
-            assert fake.received == []
+        await assert_all_over(proxy)
+        assert fake.received == []
 
 
 class SlowPrompts:
@@ -152,7 +193,7 @@ class SlowPrompts:
         self.started = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
+    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:  # noqa: ARG002
         self.started.set()
         try:
             await asyncio.Event().wait()
@@ -166,15 +207,19 @@ async def test_leaving_while_tokens_are_read(
 ) -> None:
     """The tokens stage is cancelled, no engine is asked."""
     reader = SlowPrompts()
-    async with engine(stay_silent) as fake, balancer(instance(fake), reader=reader) as proxy:
-        async with raw_client(proxy) as client, asyncio.timeout(5):
-            await client.post(COMPLETIONS, request())
-            await reader.started.wait()
-            client.leave()
-            await reader.cancelled.wait()
+    async with (
+        engine(stay_silent) as fake,
+        balancer(instance(fake), reader=reader) as proxy,
+        raw_client(proxy) as client,
+        asyncio.timeout(5),
+    ):
+        await client.post(COMPLETIONS, request())
+        await reader.started.wait()
+        client.leave()
+        await reader.cancelled.wait()
 
-            await assert_all_over(proxy)
-            assert fake.received == []
+        await assert_all_over(proxy)
+        assert fake.received == []
 
 
 async def test_a_hundred_leave_and_nothing_is_left(
@@ -202,7 +247,7 @@ async def test_a_hundred_leave_and_nothing_is_left(
 class BrokenPrompts:
     """A tokens stage with a bug."""
 
-    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
+    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:  # noqa: ARG002
         raise ZeroDivisionError("secret prompt")
 
 
@@ -210,12 +255,14 @@ async def test_a_bug_costs_one_request_with_500(
     engine: Any, balancer: Any, instance: Any, raw_client: Any
 ) -> None:
     """The client learns nothing of it but the status, and the record is written."""
-    async with engine(stay_silent) as fake:
-        async with balancer(instance(fake), reader=BrokenPrompts()) as proxy:
-            async with raw_client(proxy) as client:
-                await client.post(COMPLETIONS, request())
-                head = await client.read_until(b"\r\n\r\n")
-                (record,) = await proxy.wait_for_records(1)
+    async with (
+        engine(stay_silent) as fake,
+        balancer(instance(fake), reader=BrokenPrompts()) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(COMPLETIONS, request())
+        head = await client.read_until(b"\r\n\r\n")
+        (record,) = await proxy.wait_for_records(1)
 
     assert head.startswith(b"HTTP/1.1 500 ")
     assert (record.status, record.error) == (500, "ZeroDivisionError")
@@ -229,12 +276,86 @@ async def test_connection_serves_the_next_request(
     async def script(received: Any, wire: Any) -> None:
         await wire.json({"choices": []})
 
-    async with engine(script) as fake, balancer(instance(fake)) as proxy:
-        async with raw_client(proxy) as client:
-            for _ in range(3):
-                await client.post(COMPLETIONS, request())
-                answer = await client.read_until(b'"choices": []}')
-                assert json.loads(answer.split(b"\r\n\r\n")[1]) == {"choices": []}
-            records = await proxy.wait_for_records(3)
+    async with (
+        engine(script) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        for _ in range(3):
+            await client.post(COMPLETIONS, request())
+            answer = await client.read_until(b'"choices": []}')
+            assert json.loads(answer.split(b"\r\n\r\n")[1]) == {"choices": []}
+        records = await proxy.wait_for_records(3)
 
     assert [record.error for record in records] == [None] * 3
+
+
+async def test_leaving_while_concurrent_legs_run(
+    engine: Any, balancer: Any, instance: Any, raw_client: Any
+) -> None:
+    """Both engines see it."""
+    async with engine(stay_silent) as p, engine(stay_silent) as d:
+        fleet = (
+            instance(p, "p0", role=Role.PREFILL, connector="push"),
+            instance(d, "d0", role=Role.DECODE, connector="push"),
+        )
+        connectors = {"push": PushConnector()}
+        async with balancer(*fleet, connectors=connectors) as proxy, raw_client(proxy) as client:
+            await client.post(COMPLETIONS, request(stream=True))
+            await p.wait_for_requests(1)
+            await d.wait_for_requests(1)
+            client.leave()
+
+            await assert_all_over(proxy, p, d)
+
+
+class DeafExchange:
+    """A client that is gone without the server's knowing; waits for ever if asked."""
+
+    method = "POST"
+    query = b""
+    headers = ()
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    async def read_body(self, limit_bytes: int) -> bytes:
+        return json.dumps(request()).encode()
+
+    async def start(self, status: int, headers: object) -> None:
+        raise ClientGoneError("gone")
+
+    async def write(self, chunk: bytes) -> None:
+        raise ClientGoneError("gone")
+
+    async def finish(self) -> None:
+        raise ClientGoneError("gone")
+
+    async def abort(self) -> None:
+        """There is nothing to break."""
+
+    async def gone(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_error_that_nobody_reads_is_recorded_as_itself(balancer: Any) -> None:
+    """The client left before it could be told."""
+    async with balancer() as proxy:
+        await proxy.dataplane.handle(DeafExchange("/v1/nonsense"))
+
+        assert proxy.records[0].error == "path_not_found"
+
+
+async def test_shutdown_in_the_middle_of_a_request_leaves_a_record(
+    engine: Any, balancer: Any, instance: Any
+) -> None:
+    """Cancelled from outside, everything is put back, too."""
+    async with engine(stay_silent) as fake, balancer(instance(fake)) as proxy:
+        async with asyncio.TaskGroup() as group:
+            handling = group.create_task(proxy.dataplane.handle(DeafExchange(COMPLETIONS)))
+            await fake.wait_for_requests(1)
+            handling.cancel()
+        await fake.wait_for_connections(0)
+
+        assert [record.error for record in proxy.records] == ["cancelled"]
+        assert proxy.in_flight() == 0

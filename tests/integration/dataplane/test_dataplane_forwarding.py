@@ -88,12 +88,16 @@ async def test_stream_is_passed_as_it_comes(
         await wire.end()
 
     seen = asyncio.Event()
-    async with engine(script) as fake, balancer(instance(fake)) as proxy, asyncio.timeout(5):
-        async with client.stream("POST", proxy.url + "/v1/messages", json={"model": "m"}) as answer:
-            chunks = answer.aiter_raw()
-            assert await anext(chunks) == b"event: message_start\ndata: {}\n"
-            seen.set()
-            assert b"".join([each async for each in chunks]).endswith(b"data: {}\n\n")
+    async with (
+        engine(script) as fake,
+        balancer(instance(fake)) as proxy,
+        asyncio.timeout(5),
+        client.stream("POST", proxy.url + "/v1/messages", json={"model": "m"}) as answer,
+    ):
+        chunks = answer.aiter_raw()
+        assert await anext(chunks) == b"event: message_start\ndata: {}\n"
+        seen.set()
+        assert b"".join([each async for each in chunks]).endswith(b"data: {}\n\n")
 
 
 async def test_prefill_instances_are_not_asked(
@@ -231,12 +235,15 @@ async def test_leaving_client_stops_the_engine(
     async def stay_silent(received: Any, wire: Any) -> None:
         await received.gone.wait()
 
-    async with engine(stay_silent) as fake, balancer(instance(fake)) as proxy:
-        async with raw_client(proxy) as client:
-            await client.post("/v1/embeddings", json.dumps({"model": "m"}).encode())
-            await fake.wait_for_requests(1)
-            client.leave()
-            await fake.wait_for_connections(0)
+    async with (
+        engine(stay_silent) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post("/v1/embeddings", json.dumps({"model": "m"}).encode())
+        await fake.wait_for_requests(1)
+        client.leave()
+        await fake.wait_for_connections(0)
 
-            (record,) = await proxy.wait_for_records(1)
-            assert [(leg.kind, leg.error) for leg in record.legs] == [("forward", "cancelled")]
+        (record,) = await proxy.wait_for_records(1)
+        assert [(leg.kind, leg.error) for leg in record.legs] == [("forward", "cancelled")]

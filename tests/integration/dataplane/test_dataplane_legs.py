@@ -317,12 +317,17 @@ async def test_failure_before_the_first_byte_is_retried_elsewhere(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, fault: Any, stream: bool
 ) -> None:
     """The client notices nothing; the record does."""
-    async with engine(fault) as bad, engine(answer_ok) as good:
-        async with balancer(instance(bad, "e0"), instance(good, "e1")) as proxy:
-            for number in range(2):
-                answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(number, stream=stream))
-                assert (answer.status_code, answer.headers["x-kvlb-instance"]) == (200, "e1")
-            records = await proxy.wait_for_records(2)
+    async with (
+        engine(fault) as bad,
+        engine(answer_ok) as good,
+        balancer(instance(bad, "e0"), instance(good, "e1")) as proxy,
+    ):
+        for number in range(2):
+            answer = await client.post(
+                proxy.url + COMPLETIONS, json=long_prompt(number, stream=stream)
+            )
+            assert (answer.status_code, answer.headers["x-kvlb-instance"]) == (200, "e1")
+        records = await proxy.wait_for_records(2)
 
     failed = [leg.alias for record in records for leg in record.legs if leg.error]
     assert set(failed) == {"e0"}
@@ -338,11 +343,16 @@ async def test_stream_that_dies_between_headers_and_first_byte_is_retried(
         await wire.head(content_type="text/event-stream")
         wire.close()
 
-    async with engine(script) as bad, engine(answer_ok) as good:
-        async with balancer(instance(bad, "e0"), instance(good, "e1")) as proxy:
-            for number in range(2):
-                answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(number, stream=True))
-                assert (answer.status_code, answer.content[-len(DONE) :]) == (200, DONE)
+    async with (
+        engine(script) as bad,
+        engine(answer_ok) as good,
+        balancer(instance(bad, "e0"), instance(good, "e1")) as proxy,
+    ):
+        for number in range(2):
+            answer = await client.post(
+                proxy.url + COMPLETIONS, json=long_prompt(number, stream=True)
+            )
+            assert (answer.status_code, answer.content[-len(DONE) :]) == (200, DONE)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -503,10 +513,13 @@ async def test_concurrent_legs_run_at_once(
         await met.wait()
         await answer_ok(received, wire)
 
-    async with engine(prefill) as p, engine(decode) as d:
-        async with balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy:
-            answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(stream=stream))
-            (record,) = await proxy.wait_for_records(1)
+    async with (
+        engine(prefill) as p,
+        engine(decode) as d,
+        balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy,
+    ):
+        answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(stream=stream))
+        (record,) = await proxy.wait_for_records(1)
 
     assert answer.status_code == 200
     assert p.received[0].header("x-leg") == "prefill"
@@ -537,13 +550,19 @@ async def test_concurrent_prefill_failure_cancels_decode_and_tries_another(
         await refuse(500)(received, wire)
 
     started = asyncio.Event()
-    async with engine(bad_prefill) as bad, engine(prefill_ok) as good, engine(decode) as d:
-        async with balancer(*pair([bad, good], d, "push"), connectors=CONCURRENT) as proxy:
-            for number in range(2):
-                answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(number, stream=True))
-                assert answer.headers["x-kvlb-prefill"] == "p1"
-            async with asyncio.timeout(5):
-                await d.received[0].gone.wait()
+    async with (
+        engine(bad_prefill) as bad,
+        engine(prefill_ok) as good,
+        engine(decode) as d,
+        balancer(*pair([bad, good], d, "push"), connectors=CONCURRENT) as proxy,
+    ):
+        for number in range(2):
+            answer = await client.post(
+                proxy.url + COMPLETIONS, json=long_prompt(number, stream=True)
+            )
+            assert answer.headers["x-kvlb-prefill"] == "p1"
+        async with asyncio.timeout(5):
+            await d.received[0].gone.wait()
 
     assert decodes == 2 + len(bad.received)
     assert proxy.in_flight() == 0
@@ -558,11 +577,14 @@ async def test_concurrent_decode_refusal_cancels_prefill(
         await p.wait_for_requests(1)
         await refuse(400)(received, wire)
 
-    async with engine(stay_silent) as p, engine(decode) as d:
-        async with balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy:
-            answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt())
-            await p.wait_for_connections(0)
-            (record,) = await proxy.wait_for_records(1)
+    async with (
+        engine(stay_silent) as p,
+        engine(decode) as d,
+        balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy,
+    ):
+        answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt())
+        await p.wait_for_connections(0)
+        (record,) = await proxy.wait_for_records(1)
 
     assert answer.status_code == 400
     assert {leg.kind: leg.error for leg in record.legs} == {
@@ -581,8 +603,11 @@ async def test_concurrent_answer_waits_for_its_prefill(
         await d.wait_for_requests(1)
         await refuse(400)(received, wire)
 
-    async with engine(bad_prefill) as p, engine(answer_ok) as d:
-        async with balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy:
-            answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(stream=True))
+    async with (
+        engine(bad_prefill) as p,
+        engine(answer_ok) as d,
+        balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy,
+    ):
+        answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(stream=True))
 
     assert answer.status_code == 400

@@ -160,24 +160,27 @@ async def test_first_token_reaches_the_client_at_once(
         await wire.end()
 
     seen = asyncio.Event()
-    async with engine(script) as fake, balancer(instance(fake)) as proxy, asyncio.timeout(5):
-        async with client.stream("POST", proxy.url + CHAT, json=chat()) as answer:
-            chunks = answer.aiter_raw()
-            assert await anext(chunks) == token("a")
-            seen.set()
-            assert b"".join([chunk async for chunk in chunks]) == DONE
+    async with (
+        engine(script) as fake,
+        balancer(instance(fake)) as proxy,
+        asyncio.timeout(5),
+        client.stream("POST", proxy.url + CHAT, json=chat()) as answer,
+    ):
+        chunks = answer.aiter_raw()
+        assert await anext(chunks) == token("a")
+        seen.set()
+        assert b"".join([chunk async for chunk in chunks]) == DONE
 
 
 async def cut(wire: Any, how: str, received: Any) -> None:
-    match how:
-        case "close":
-            wire.close()
-        case "reset":
-            wire.reset()
-        case "stall":
-            await received.gone.wait()
-        case "end":
-            await wire.end()
+    if how == "close":
+        wire.close()
+    elif how == "reset":
+        wire.reset()
+    elif how == "stall":
+        await received.gone.wait()
+    else:
+        await wire.end()
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "stall", "end"])
@@ -226,10 +229,13 @@ async def test_large_event_that_is_cut_is_separated_from_the_error(
         await wire.chunk(b"data: " + b"x" * 200_000)
         wire.close()
 
-    async with engine(script) as fake, balancer(instance(fake)) as proxy:
-        async with raw_client(proxy) as client:
-            await client.post(CHAT, chat())
-            answer = await client.read_rest()
+    async with (
+        engine(script) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(CHAT, chat())
+        answer = await client.read_rest()
 
     assert b'\n\ndata: {"error"' in answer
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from balancer.connection import UpstreamAnswer
 from balancer.core.errors import (
@@ -591,3 +592,24 @@ async def test_sockets_return_to_base_after_broken_answers(engine: EngineFactory
         assert fake.connections < 60
         await fake.wait_for_connections(0)
         assert upstream.idle_connections(fake.url) == 0
+
+
+def test_everything_works_on_uvloop(engine: EngineFactory, balancer: Any, instance: Any) -> None:
+    """The production loop's transports are of other classes; a whole proxied stream on it."""
+    events = (b'data: {"choices":[{"text":"a"}]}\n\n', b"data: [DONE]\n\n")
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.events(*events)
+
+    async def proxied() -> bytes:
+        async with (
+            engine(script) as fake,
+            balancer(instance(fake)) as proxy,
+            opened() as upstream,
+        ):
+            body = b'{"prompt":[1,2],"stream":true}'
+            answer = await upstream.send(proxy.url, "POST", "/v1/completions", (), body)
+            return b"".join([chunk async for chunk in answer.chunks()])
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(proxied()) == b"".join(events)

@@ -1,0 +1,335 @@
+"""Candidates: who could serve a request, and what they hold of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from balancer.core.candidates import (
+    CandidateSource,
+    PromptMatches,
+    find_pool,
+    request_shape,
+)
+from balancer.core.errors import ModelNotFoundError, NoInstanceError, OverloadedError
+from balancer.core.fleet import Fleet, Instance, Role
+from balancer.core.load import LegWork
+from balancer.core.local_ledger import LocalLedger
+from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from indexer.core.hashing import Namespace
+from indexer.core.index import PrefixMatch, Prompt
+from indexer.core.model_cards import ServedModels
+from indexer.core.types import InstanceId, RankId, Tier, Trust
+
+NO_ONE: frozenset[RankId] = frozenset()
+
+
+def served(name: str) -> ServedModels:
+    return ServedModels(
+        base=name, aliases=frozenset({name}), adapters=frozenset({f"{name}-lora"}), cards=()
+    )
+
+
+def instance(
+    alias: str,
+    *,
+    role: Role = Role.MIXED,
+    model: str | None = "m",
+    healthy: bool = True,
+    draining: bool = False,
+    enabled: bool = True,
+    ranks: tuple[int, ...] = (0,),
+) -> Instance:
+    return Instance(
+        id=InstanceId(f"http://{alias}:8000"),
+        alias=alias,
+        role=role,
+        models=served(model) if model else None,
+        ranks=ranks,
+        healthy=healthy,
+        draining=draining,
+        enabled=enabled,
+    )
+
+
+def rank(alias: str, number: int = 0) -> RankId:
+    return RankId(InstanceId(f"http://{alias}:8000"), number)
+
+
+def prompt(tokens: int, first: int = 0) -> Prompt:
+    return Prompt(Namespace(model="m"), range(first, first + tokens))
+
+
+def match(tokens: int, block_size: int = 16, trust: Trust = Trust.EXACT) -> PrefixMatch:
+    return PrefixMatch(tokens_by_tier={Tier.GPU: tokens}, block_size=block_size, trust=trust)
+
+
+@pytest.fixture
+def ledger() -> LocalLedger:
+    return LocalLedger(lambda: 0.0)
+
+
+def predict(ledger: LocalLedger, on: RankId, what: Prompt, block_size: int = 16) -> None:
+    ledger.hold(
+        LegWork(
+            rank=on,
+            kind="whole",
+            prompt_tokens=what.tokens,
+            uncached_tokens=0,
+            work_s=0,
+            keys=what.keys(block_size),
+        )
+    )
+
+
+@pytest.mark.parametrize("model", ["m", "m-lora"])
+def test_a_model_is_found_by_any_of_its_names(model: str) -> None:
+    """Adapters are served by whoever lists them."""
+    pool = find_pool(Fleet(instances=(instance("a"), instance("b", model="other"))), model)
+
+    assert [each.alias for each in pool.answering] == ["a"]
+
+
+def test_a_pool_has_only_who_may_get_requests() -> None:
+    """By role; not the unhealthy, the draining, the disabled."""
+    fleet = Fleet(
+        instances=(
+            instance("m0"),
+            instance("d0", role=Role.DECODE),
+            instance("p0", role=Role.PREFILL),
+            instance("down", healthy=False),
+            instance("leaving", draining=True),
+            instance("off", enabled=False),
+        )
+    )
+
+    pool = find_pool(fleet, "m")
+
+    assert [each.alias for each in pool.answering] == ["m0", "d0"]
+    assert [each.alias for each in pool.prefill] == ["p0"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        pytest.param(instance("p0", role=Role.PREFILL, healthy=False), True, id="down"),
+        pytest.param(instance("p0", role=Role.PREFILL, model=None), True, id="never-seen"),
+        pytest.param(instance("p0", role=Role.PREFILL, model="other"), False, id="other-model"),
+        pytest.param(instance("p0", role=Role.PREFILL, draining=True), False, id="draining"),
+        pytest.param(instance("p0", role=Role.PREFILL, enabled=False), False, id="disabled"),
+        pytest.param(instance("m1"), False, id="none"),
+    ],
+)
+def test_prefill_is_expected_of_configured_instances(source: Instance, expected: bool) -> None:
+    """Whom the operator took out isn't missed; who is down is."""
+    pool = find_pool(Fleet(instances=(instance("d0", role=Role.DECODE), source)), "m")
+
+    assert pool.prefill_expected is expected
+
+
+@pytest.mark.parametrize(
+    ("fleet", "error"),
+    [
+        pytest.param((), NoInstanceError, id="empty-fleet-F27"),
+        pytest.param((instance("a", model=None),), NoInstanceError, id="models-unknown"),
+        pytest.param((instance("a", model="other"),), ModelNotFoundError, id="unknown-model-F59"),
+        pytest.param((instance("a", healthy=False),), NoInstanceError, id="known-model-down"),
+        pytest.param((instance("p", role=Role.PREFILL),), NoInstanceError, id="prefill-only"),
+    ],
+)
+def test_no_pool_has_its_own_error(fleet: tuple[Instance, ...], error: type[Exception]) -> None:
+    """404 only if the client has to change its request."""
+    with pytest.raises(error):
+        find_pool(Fleet(instances=fleet), "m")
+
+
+def test_every_rank_is_a_candidate_of_its_own(ledger: LocalLedger) -> None:
+    """One instance with two ranks; the excluded one is left out."""
+    source = CandidateSource(matches=PromptMatches(block_sizes={}), ledger=ledger)
+
+    found, some_full = source.load([instance("a", ranks=(4, 5))], frozenset({rank("a", 4)}))
+
+    assert [each.candidate.rank for each in found] == [rank("a", 5)]
+    assert not some_full
+
+
+def test_a_full_rank_is_passed_over(ledger: LocalLedger) -> None:
+    """Below the limit it is a candidate; at the limit it isn't."""
+    predict(ledger, rank("a"), prompt(32))
+    source = CandidateSource(
+        matches=PromptMatches(block_sizes={}), ledger=ledger, max_requests_per_rank=1
+    )
+
+    found, some_full = source.load([instance("a"), instance("b")], NO_ONE)
+
+    assert [each.candidate.instance.alias for each in found] == ["b"]
+    assert some_full
+
+
+def test_all_full_is_not_nobody_there(ledger: LocalLedger) -> None:
+    """Clients and alarms tell an overload from an outage (F26)."""
+    predict(ledger, rank("a"), prompt(32))
+    source = CandidateSource(
+        matches=PromptMatches(block_sizes={}), ledger=ledger, max_requests_per_rank=1
+    )
+
+    with pytest.raises(OverloadedError):
+        source.load_answering([instance("a")], NO_ONE)
+    with pytest.raises(NoInstanceError):
+        source.load_answering([instance("a")], frozenset({rank("a")}))
+    assert source.load_answering([instance("b")], NO_ONE)
+
+
+def test_predicted_blocks_continue_what_is_held(ledger: LocalLedger) -> None:
+    """32 tokens by events, the rest on its way, but never the last token."""
+    asked = prompt(64)
+    predict(ledger, rank("a"), asked)
+    matches = PromptMatches(
+        prompts=(asked,), by_rank=({rank("a"): match(32)},), block_sizes={rank("a"): 16}
+    )
+
+    candidate = matches.candidate(rank("a"), instance("a"), ledger)
+
+    assert (candidate.overlap_tokens, candidate.predicted_tokens) == (32, 48)
+    assert (candidate.trust, candidate.block_size) == (Trust.EXACT, 16)
+
+
+def test_an_untrusted_rank_holds_what_we_sent_it_only(ledger: LocalLedger) -> None:
+    """Its index entries don't count; our own prediction does."""
+    asked = prompt(64)
+    predict(ledger, rank("a"), prompt(33))
+    matches = PromptMatches(
+        prompts=(asked,),
+        by_rank=({rank("a"): match(48, trust=Trust.LOAD_ONLY)},),
+        block_sizes={rank("a"): 16},
+    )
+
+    candidate = matches.candidate(rank("a"), instance("a"), ledger)
+
+    assert (candidate.overlap_tokens, candidate.predicted_tokens) == (0, 32)
+
+
+def test_several_prompts_add_up(ledger: LocalLedger) -> None:
+    """A rank that one of the answers doesn't name holds nothing of that prompt."""
+    asked = (prompt(64), prompt(64, 1000), prompt(64, 2000))
+    matches = PromptMatches(
+        prompts=asked,
+        by_rank=({rank("a"): match(32)}, {}, {rank("a"): match(16)}),
+        block_sizes={rank("a"): 16},
+    )
+
+    candidate = matches.candidate(rank("a"), instance("a"), ledger)
+
+    assert candidate.overlap_tokens == 48
+    assert len(matches.keys(rank("a"))) == 12
+
+
+@pytest.mark.parametrize(
+    ("block_sizes", "expected"),
+    [
+        pytest.param({rank("a"): 32, rank("b"): 64}, 32, id="its-own"),
+        pytest.param({rank("b"): 64}, 64, id="any-in-the-fleet"),
+        pytest.param({}, 16, id="the-usual"),
+    ],
+)
+def test_the_block_size_of_predictions(
+    block_sizes: Mapping[RankId, int], expected: int, ledger: LocalLedger
+) -> None:
+    """Its own from events, else any in the fleet, else 16."""
+    matches = PromptMatches(prompts=(prompt(640),), block_sizes=block_sizes)
+
+    assert matches.block_size(rank("a")) == expected
+    assert len(matches.keys(rank("a"))) == 640 // expected
+    assert matches.candidate(rank("a"), instance("a"), ledger).overlap_tokens == 0
+
+
+def request(
+    body: dict[str, Any] | None = None,
+    *,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    raw_body: bytes = b"{}",
+    endpoint: Endpoint = Endpoint.CHAT,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        endpoint=endpoint,
+        body=body or {},
+        raw_body=raw_body,
+        headers=headers,
+        model="m",
+        base_model="m",
+        lora=None,
+    )
+
+
+def session_of(asked: GenerateRequest, view: PromptView | None = None) -> str | None:
+    view = view or PromptView()
+    matches = PromptMatches(prompts=view.prompts, block_sizes={})
+    return request_shape(asked, view, matches, "X-Session-ID").session
+
+
+@pytest.mark.parametrize(
+    ("asked", "session"),
+    [
+        pytest.param(
+            request({"user": "u"}, headers=((b"x-session-id", b"h"),)), "h", id="header-first"
+        ),
+        pytest.param(request({"user": "u", "prompt_cache_key": "k"}), "u", id="user"),
+        pytest.param(request({"user": "", "prompt_cache_key": "k"}), "k", id="cache-key"),
+        pytest.param(request({"user": 5}, headers=((b"x-session-id", b""),)), None, id="none"),
+        pytest.param(request(headers=((b"x-other", b"h"),)), None, id="another-header"),
+    ],
+)
+def test_a_session_is_named_by_the_client(asked: GenerateRequest, session: str | None) -> None:
+    """The header wins over the body."""
+    assert session_of(asked) == session
+
+
+def test_prompts_that_begin_alike_are_one_session() -> None:
+    """If the client names none; a prompt shorter than a block begins nothing."""
+    one = session_of(request(), PromptView(prompts=(prompt(64),)))
+    other = session_of(request(), PromptView(prompts=(prompt(32),)))
+    short = session_of(request(), PromptView(prompts=(prompt(5),)))
+
+    assert one is not None
+    assert one == other
+    assert short is None
+
+
+@pytest.mark.parametrize(
+    ("raw_body", "tokens"),
+    [(b"x" * 400, 100), (b"x" * 10**6, 8192)],
+    ids=["text", "images"],
+)
+def test_an_unscorable_length_is_guessed_from_the_body(raw_body: bytes, tokens: int) -> None:
+    """Four bytes to a token, up to a limit."""
+    shape = request_shape(
+        request(raw_body=raw_body), PromptView(), PromptMatches(block_sizes={}), "x-session-id"
+    )
+
+    assert shape.prompt_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("body", "endpoint", "limit"),
+    [
+        ({"max_tokens": 5}, Endpoint.CHAT, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 9}, Endpoint.CHAT, 9),
+        ({"max_tokens": "5"}, Endpoint.CHAT, float("inf")),
+        ({"max_tokens": 0}, Endpoint.COMPLETIONS, 16),
+        ({}, Endpoint.COMPLETIONS, 16),
+    ],
+)
+def test_the_output_limit_is_the_engines(
+    body: dict[str, Any], endpoint: Endpoint, limit: float
+) -> None:
+    """Completions have a default of 16, chats have none."""
+    shape = request_shape(
+        request(body, endpoint=endpoint),
+        PromptView(prompts=(prompt(40),)),
+        PromptMatches(block_sizes={}),
+        "x-session-id",
+    )
+
+    assert shape.max_output_tokens == limit
+    assert shape.prompt_tokens == 40

@@ -1,0 +1,76 @@
+"""Which paths the data plane answers, and how."""
+
+import pytest
+
+from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
+from balancer.core.errors import MethodNotAllowedError, PathNotFoundError
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_generation_is_routed_by_cache(path: str) -> None:
+    """These two are scored and split."""
+    assert find_path("POST", path).use is PathUse.GENERATE
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v2/rerank"),
+        ("POST", "/tokenize"),
+        ("POST", "/v1/audio/transcriptions"),
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/responses/resp_1-a"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("POST", "/v1/responses/render"),
+        ("GET", "/tokenizer_info"),
+    ],
+)
+def test_other_engine_paths_are_forwarded(method: str, path: str) -> None:
+    """Whole, to one instance (F54)."""
+    assert belongs_to_engines(path)
+    assert find_path(method, path).use is PathUse.FORWARD
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("OPTIONS", "/v1/embeddings", "POST"),
+        ("POST", "/v1/responses/resp_1", "GET"),
+        ("GET", "/v1/responses/render", "POST"),
+    ],
+)
+def test_wrong_method_is_told_with_the_right_one(method: str, path: str, allow: str) -> None:
+    """405, not 404 (F44)."""
+    with pytest.raises(MethodNotAllowedError) as caught:
+        find_path(method, path)
+
+    assert caught.value.allow == allow
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/nonsense",
+        "/v1/completions/",
+        "/v1/responses/a b",
+        "/v1/responses/a/b",
+        "/v1/load_lora_adapter",
+        "/reset_prefix_cache",
+        "/sleep",
+    ],
+)
+def test_unknown_and_administrative_paths_are_404(path: str) -> None:
+    """What would change one engine never reaches a random one."""
+    assert belongs_to_engines(path)
+    with pytest.raises(PathNotFoundError):
+        find_path("POST", path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/m", "/health", "/metrics", "/status", "/", "/docs"]
+)
+def test_administration_is_not_ours(path: str) -> None:
+    """The model list is merged, the rest is about the balancer."""
+    assert not belongs_to_engines(path)

@@ -1,0 +1,250 @@
+"""Plans: decode first, then whether and where to prefill."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.core.cost import LoadedCandidate, RequestShape
+from balancer.core.errors import NoInstanceError, OverloadedError
+from balancer.core.fleet import Instance, Role
+from balancer.core.load import RankLoad
+from balancer.core.plan import Candidate, Reason, RoutePlan
+from balancer.core.planner import Planner
+from balancer.core.policies import named_policy, seeded_draw
+from balancer.core.prefill_policy import SplitFacts
+from balancer.core.routing_settings import PdSettings, PolicyName
+from indexer.core.types import InstanceId, RankId
+
+DRAW = seeded_draw(7)
+
+
+def loaded(
+    alias: str,
+    role: Role,
+    *,
+    held_tokens: int = 0,
+    connector: str = "nixl",
+    requests: int = 0,
+    queued_tokens: int = 0,
+) -> LoadedCandidate:
+    instance = Instance(
+        id=InstanceId(f"http://{alias}:8000"), alias=alias, role=role, connector=connector
+    )
+    return LoadedCandidate(
+        candidate=Candidate(
+            rank=RankId(instance.id, 0), instance=instance, predicted_tokens=held_tokens
+        ),
+        load=RankLoad(
+            requests=requests,
+            decoding=requests,
+            queued_tokens=queued_tokens,
+            head_tokens=queued_tokens,
+            oldest_queued_s=0.0 if queued_tokens else None,
+        ),
+    )
+
+
+def plan(
+    decode: Sequence[LoadedCandidate],
+    prefill: Sequence[LoadedCandidate] = (),
+    *,
+    tokens: int = 4000,
+    facts: SplitFacts | None = None,
+    pd: PdSettings | None = None,
+    policy: PolicyName = "kvlb",
+) -> RoutePlan:
+    planner = Planner(policy=named_policy(policy), pd=pd or PdSettings())
+    shape = RequestShape(prompt_tokens=tokens)
+    facts = facts or SplitFacts(prompt_tokens=tokens, prefill_expected=bool(prefill))
+    return planner.plan(shape, facts, decode, prefill, DRAW)
+
+
+def route(made: RoutePlan) -> tuple[str | None, str]:
+    source = made.prefill.candidate.instance.alias if made.prefill else None
+    return source, made.decode.candidate.instance.alias
+
+
+def test_a_cold_prompt_takes_a_prefill_leg() -> None:
+    """On the cheapest prefill rank; everything considered is in the plan."""
+    made = plan(
+        [loaded("d0", Role.DECODE)],
+        [loaded("p0", Role.PREFILL, queued_tokens=9000), loaded("p1", Role.PREFILL)],
+    )
+
+    assert route(made) == ("p1", "d0")
+    assert made.reason is Reason.REMOTE_PREFILL
+    assert made.prompt_tokens == 4000
+    assert [each.candidate.instance.alias for each in made.considered_prefill] == ["p1", "p0"]
+
+
+def test_the_decode_instance_that_holds_the_prompt_skips_the_leg() -> None:
+    """Its cost is the little it lacks, so it also wins over a cold one."""
+    made = plan(
+        [loaded("d0", Role.DECODE), loaded("d1", Role.DECODE, held_tokens=3900)],
+        [loaded("p0", Role.PREFILL)],
+    )
+
+    assert route(made) == (None, "d1")
+    assert made.reason is Reason.DECODE_HAS_CACHE
+    assert made.considered_prefill == ()
+
+
+def test_the_prefill_rank_that_holds_the_prompt_is_preferred() -> None:
+    """Where prefill runs, the prompt's blocks count as they do elsewhere."""
+    made = plan(
+        [loaded("d0", Role.DECODE)],
+        [loaded("p0", Role.PREFILL), loaded("p1", Role.PREFILL, held_tokens=3000)],
+    )
+
+    assert route(made) == ("p1", "d0")
+
+
+def test_a_remote_candidate_is_weighed_with_the_cheapest_prefill() -> None:
+    """Not with its own prefill, which it won't do."""
+    made = plan([loaded("d0", Role.DECODE)], [loaded("p0", Role.PREFILL)])
+
+    assert made.prefill is not None
+    assert made.decode.terms["prefill"] == made.prefill.cost_s
+    assert "work" not in made.decode.terms
+
+
+def test_a_mixed_instance_competes_in_the_same_seconds() -> None:
+    """It wins idle (no transfer) and loses with a queue."""
+    prefill = [loaded("p0", Role.PREFILL)]
+    idle = plan([loaded("d0", Role.DECODE), loaded("m0", Role.MIXED)], prefill)
+    queued = plan(
+        [loaded("d0", Role.DECODE), loaded("m0", Role.MIXED, queued_tokens=20000)], prefill
+    )
+
+    assert (route(idle), idle.reason) == ((None, "m0"), Reason.AGGREGATED)
+    assert route(queued) == ("p0", "d0")
+
+
+@pytest.mark.parametrize("connector", ["none", "other"])
+def test_prefill_needs_the_same_connector(connector: str) -> None:
+    """`none` hands over nothing, even to itself."""
+    made = plan(
+        [loaded("d0", Role.DECODE, connector=connector)],
+        [loaded("p0", Role.PREFILL), loaded("p1", Role.PREFILL, connector="none")],
+        pd=PdSettings(allow_local_on_failure=True),
+    )
+
+    assert (route(made), made.reason) == ((None, "d0"), Reason.NO_PREFILL_INSTANCE)
+
+
+def test_each_decode_instance_gets_prefill_of_its_own_connector() -> None:
+    """Two connectors may live in one fleet while it migrates."""
+    made = plan(
+        [
+            loaded("d0", Role.DECODE, connector="a", requests=9),
+            loaded("d1", Role.DECODE, connector="b"),
+        ],
+        [
+            loaded("p0", Role.PREFILL, connector="a"),
+            loaded("p1", Role.PREFILL, connector="b", queued_tokens=100),
+        ],
+    )
+
+    assert route(made) == ("p1", "d1")
+
+
+def test_who_needs_no_prefill_leg_is_preferred_while_prefill_is_down() -> None:
+    """Only the one that holds the prompt may serve it, whatever the policy."""
+    facts = SplitFacts(prompt_tokens=4000, prefill_expected=True)
+    decode = [loaded("d0", Role.DECODE), loaded("d1", Role.DECODE, held_tokens=3900, requests=9)]
+
+    for policy in ("kvlb", "round_robin", "least_loaded"):
+        made = plan(decode, facts=facts, policy=policy)
+        assert route(made) == (None, "d1")
+
+
+@pytest.mark.parametrize(
+    ("is_full", "error"),
+    [(False, NoInstanceError), (True, OverloadedError)],
+    ids=["down", "full"],
+)
+def test_a_prompt_that_nobody_may_prefill_is_refused(is_full: bool, error: type[Exception]) -> None:
+    """With the error that says whether to come back (F26, F36)."""
+    facts = SplitFacts(prompt_tokens=4000, prefill_expected=True, prefill_full=is_full)
+
+    with pytest.raises(error):
+        plan([loaded("d0", Role.DECODE)], facts=facts)
+
+
+def test_an_unscorable_prompt_has_no_tokens_in_its_plan() -> None:
+    """Its guessed length weighs, and is nobody's business."""
+    made = plan(
+        [loaded("d0", Role.DECODE)],
+        [loaded("p0", Role.PREFILL)],
+        facts=SplitFacts(prompt_tokens=4000, scored=False),
+    )
+
+    assert made.prompt_tokens is None
+    assert (made.reason, route(made)) == (Reason.UNSCORABLE, ("p0", "d0"))
+
+
+def test_another_prefill_rank_replaces_the_one_that_failed() -> None:
+    """The decode leg stays; None if no rank fits."""
+    made = plan([loaded("d0", Role.DECODE)], [loaded("p0", Role.PREFILL)])
+    planner = Planner(policy=named_policy("kvlb"), pd=PdSettings())
+    shape = RequestShape(prompt_tokens=4000)
+
+    replaced = planner.replace_prefill(
+        made, shape, [loaded("p1", Role.PREFILL), loaded("p2", Role.PREFILL, requests=3)], DRAW
+    )
+    missing = planner.replace_prefill(
+        made, shape, [loaded("p3", Role.PREFILL, connector="other")], DRAW
+    )
+
+    assert replaced is not None
+    assert route(replaced) == ("p1", "d0")
+    assert replaced.decode is made.decode
+    assert missing is None
+
+
+candidates = st.lists(
+    st.tuples(
+        st.sampled_from([Role.DECODE, Role.MIXED]),
+        st.sampled_from([0, 0, 1600, 3900]),
+        st.integers(0, 2),
+    ),
+    min_size=1,
+    max_size=5,
+)
+sources = st.lists(st.tuples(st.sampled_from([0, 1600]), st.integers(0, 2)), max_size=4)
+
+
+@given(
+    decode=candidates,
+    prefill=sources,
+    order=st.randoms(use_true_random=False),
+    force=st.sampled_from(["auto", "local", "remote"]),
+)
+def test_permuting_candidates_does_not_change_the_plan(
+    decode: list[tuple[Role, int, int]],
+    prefill: list[tuple[int, int]],
+    order: Random,
+    force: str,
+) -> None:
+    """Same input, same plan; and a prefill leg only where a decode instance gets it."""
+    answering = [
+        loaded(f"d{number}", role, held_tokens=held, requests=requests)
+        for number, (role, held, requests) in enumerate(decode)
+    ]
+    filling = [
+        loaded(f"p{number}", Role.PREFILL, held_tokens=held, requests=requests)
+        for number, (held, requests) in enumerate(prefill)
+    ]
+    pd = PdSettings(force=force)  # type: ignore[arg-type]
+    facts = SplitFacts(prompt_tokens=4000)
+    made = plan(answering, filling, facts=facts, pd=pd)
+    order.shuffle(answering)
+    order.shuffle(filling)
+
+    assert plan(answering, filling, facts=facts, pd=pd) == made
+    if made.prefill:
+        assert made.decode.candidate.instance.role is Role.DECODE
+        assert made.prefill.candidate.instance.role is Role.PREFILL

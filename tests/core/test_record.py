@@ -1,0 +1,42 @@
+"""`RequestRecord`: whose cached tokens count."""
+
+from balancer.core.record import LegRecord, RequestRecord
+
+
+def leg(kind: str, cached_tokens: int | None, error: str | None = None) -> LegRecord:
+    return LegRecord(
+        kind=kind,
+        alias="e0",
+        overlap_tokens=0,
+        started_s=0.0,
+        cached_tokens=cached_tokens,
+        error=error,
+    )
+
+
+def record(*legs: LegRecord) -> RequestRecord:
+    return RequestRecord(request_id="r", path="/v1/completions", arrived_s=0.0, legs=list(legs))
+
+
+def test_with_a_prefill_leg_its_figure_counts() -> None:
+    """The decode engine reports what it was sent as cached (F35)."""
+    assert record(leg("prefill", 0), leg("decode", 8192)).cached_tokens == 0
+
+
+def test_without_a_prefill_leg_the_decode_figure_counts() -> None:
+    """The leg was skipped because the cache was there."""
+    assert record(leg("decode", 6144)).cached_tokens == 6144
+
+
+def test_a_failed_prefill_leg_does_not_count() -> None:
+    """The one that succeeded does; if none did, the decode leg."""
+    failed = leg("prefill", 16, error="no_transfer")
+
+    assert record(failed, leg("prefill", 32), leg("decode", 99)).cached_tokens == 32
+    assert record(failed, leg("decode", 99)).cached_tokens == 99
+
+
+def test_unknown_stays_unknown() -> None:
+    """No leg, or an engine that doesn't tell: None, not 0."""
+    assert record().cached_tokens is None
+    assert record(leg("decode", None)).cached_tokens is None

@@ -1,0 +1,74 @@
+"""Usage is read from any answer, and only what is there."""
+
+import json
+from typing import Any
+
+import pytest
+
+from balancer.core.usage import Usage, decode_head, prefill_fault, read_usage
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param(
+            {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": None},
+            Usage(prompt_tokens=3, completion_tokens=2),
+            id="no-details",
+        ),
+        pytest.param(
+            {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}},
+            Usage(prompt_tokens=3, cached_tokens=0),
+            id="zero-is-known",
+        ),
+        pytest.param(
+            {
+                "input_tokens": 3,
+                "output_tokens": 2,
+                "input_tokens_details": {"cached_tokens": 1},
+            },
+            Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
+            id="responses",
+        ),
+        pytest.param({"prompt_tokens": "3", "completion_tokens": True}, Usage(), id="odd-types"),
+        pytest.param({"prompt_tokens": -1}, Usage(), id="negative"),
+        pytest.param(None, None, id="null"),
+        pytest.param([], None, id="list"),
+    ],
+)
+def test_read_usage(value: Any, expected: Usage | None) -> None:
+    """A figure that is missing or odd is unknown, which is not 0."""
+    assert read_usage(value) == expected
+
+
+def test_lone_surrogates_and_nan_are_read_leniently() -> None:
+    """Engines write both; the usage beside them counts."""
+    head = decode_head(b'{"choices":[],"logprob":NaN,"text":"\\ud800","usage":{"prompt_tokens":1}}')
+
+    assert head is not None
+    assert head.usage == {"prompt_tokens": 1}
+    assert json.loads(bytes(head.choices)) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"[NaN]", b"{", b"\xff"])
+def test_what_is_no_object_has_no_head(data: bytes) -> None:
+    """Nothing is raised for an engine's nonsense."""
+    assert decode_head(data) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_fault"),
+    [
+        pytest.param({"choices": [{"finish_reason": "length"}]}, False, id="length"),
+        pytest.param({"choices": [{"finish_reason": "stop"}], "error": None}, False, id="stop"),
+        pytest.param({"choices": [{"finish_reason": "error"}]}, True, id="error"),
+        pytest.param({"choices": [{}, {"finish_reason": "abort"}]}, True, id="abort"),
+        pytest.param({"error": {"message": "x"}}, True, id="error-object"),
+        pytest.param({"choices": None}, False, id="no-choices"),
+        pytest.param({"choices": ["odd"]}, False, id="odd-choice"),
+        pytest.param([], True, id="list"),
+    ],
+)
+def test_prefill_fault(answer: object, is_fault: bool) -> None:
+    """A 200 can hold a failure (F37)."""
+    assert (prefill_fault(answer) is not None) == is_fault

@@ -1,0 +1,194 @@
+"""The whole balancer: who answers a path, and how it starts and stops."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from balancer.app import create_app
+from balancer.config import BalancerConfig
+from balancer.core.load import LegWork
+from balancer.server import ListenError, serve, stop_on_signals
+from indexer.core.types import BlockKey, RankId
+from indexer.memory_index import MemoryIndex
+
+IDS = {"model": "tiny", "prompt": [1, 2, 3]}
+
+
+async def test_engine_paths_are_proxied(balancer: Any, engine: Any) -> None:
+    """With the headers that tell what was decided; everything else is answered here."""
+    answer = await balancer.http.post("/v1/completions", json=IDS)
+
+    assert answer.status_code == 200
+    assert answer.headers["x-kvlb-instance"] == "m0"
+    assert engine.calls("/v1/completions") == 1
+    assert engine.calls("/health") > 0
+    assert (await balancer.http.get("/health")).json() == {"status": "ok"}
+
+
+async def test_engines_get_their_key(engine_factory: Any, balancer_factory: Any) -> None:
+    """Probes and requests alike; the client's own stays here."""
+    async with engine_factory(api_key="k1") as engine:
+        config = {"instances": [{"url": engine.url}], "engine_api_key": "k1"}
+        async with balancer_factory(config) as balancer:
+            await balancer.available()
+            answer = await balancer.http.post(
+                "/v1/completions", json=IDS, headers={"authorization": "Bearer user1"}
+            )
+
+    assert answer.status_code == 200
+    assert all(
+        headers["authorization"] == "Bearer k1"
+        for path, _, headers in engine.received
+        if path.startswith("/v1")
+    )
+
+
+async def test_dead_engine_is_found_by_a_request(
+    engine_factory: Any, balancer_factory: Any
+) -> None:
+    """The request goes elsewhere, and the instance gets no more."""
+    async with engine_factory() as here, engine_factory() as gone:
+        config = {
+            "instances": [{"url": gone.url}, {"url": here.url}],
+            "probes": {"interval_s": 60},
+            "routing": {"policy": "round_robin"},
+        }
+        async with balancer_factory(config) as balancer:
+            await balancer.available(2)
+            gone.server.should_exit = True
+            await refused(gone.url)
+            answers = [
+                (await balancer.http.post("/v1/completions", json=IDS)).status_code
+                for _ in range(4)
+            ]
+            dead = balancer.app.keeper.snapshot().by_id(gone.id)
+
+    assert answers == [200] * 4
+    assert dead is not None
+    assert dead.unhealthy_reason == "engine_unreachable"
+
+
+async def test_removed_instance_leaves_nothing_behind(engine: Any, balancer_factory: Any) -> None:
+    """Predictions and series of an instance go with it."""
+    async with balancer_factory({"instances": [{"url": engine.url}]}) as balancer:
+        await balancer.available()
+        await balancer.http.post("/v1/completions", json=IDS)
+        before = (await balancer.http.get("/metrics")).text
+        balancer.app.keeper.set_instances([])
+        after = (await balancer.http.get("/metrics")).text
+
+    assert 'instance="m0"' in before
+    assert 'instance="m0"' not in after
+
+
+async def test_first_request_works_right_after_the_first_probe(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """Nothing waits for an interval."""
+    config = {"instances": [{"url": engine.url}], "probes": {"interval_s": 60}}
+    async with balancer_factory(config) as balancer:
+        async with asyncio.timeout(2):
+            await balancer.app.keeper.first_round()
+        answer = await balancer.http.post("/v1/completions", json=IDS)
+
+    assert answer.status_code == 200
+
+
+async def test_stop_lets_running_answers_finish(engine: Any, balancer_factory: Any) -> None:
+    """New connections are refused, the old one gets its whole answer."""
+    engine.hold = asyncio.Event()
+    async with balancer_factory({"instances": [{"url": engine.url}]}) as balancer:
+        await balancer.available()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(balancer.http.post("/v1/completions", json=IDS))
+            await engine.wait_for_calls("/v1/completions", 1)
+            balancer.stop.set()
+            await refused(balancer.url)
+            engine.hold.set()
+
+    assert running.result().status_code == 200
+
+
+async def refused(url: str) -> None:
+    """Wait until nobody accepts connections any more."""
+    async with asyncio.timeout(5), httpx.AsyncClient(trust_env=False) as http:
+        while True:
+            try:
+                await http.get(f"{url}/ready")
+            except httpx.ConnectError:
+                return
+
+
+async def test_drain_ends_in_time(engine: Any, balancer_factory: Any) -> None:
+    """An answer that never ends doesn't keep the process."""
+    engine.stall.add("/v1/completions")
+    config = {"instances": [{"url": engine.url}], "drain_s": 1}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(outcome(balancer.http, IDS))
+            await engine.wait_for_calls("/v1/completions", 1)
+            balancer.stop.set()
+
+    assert running.result() != 200
+
+
+async def outcome(http: httpx.AsyncClient, body: Any) -> int | str:
+    try:
+        return (await http.post("/v1/completions", json=body)).status_code
+    except httpx.HTTPError as error:
+        return type(error).__name__
+
+
+async def test_draining_balancer_is_not_ready(balancer: Any) -> None:
+    """Whoever balances over balancers stops sending."""
+    balancer.app.start_draining()
+
+    ready = await balancer.http.get("/ready")
+    status = await balancer.http.get("/status")
+
+    assert ready.status_code == 503
+    assert ready.json()["reasons"] == ["this balancer is shutting down"]
+    assert status.json()["draining"] is True
+
+
+async def test_address_in_use_is_told(balancer: Any) -> None:
+    """By name, before anything starts."""
+    app = create_app(config=BalancerConfig(), index=MemoryIndex(), registry=CollectorRegistry())
+    port = int(balancer.url.rsplit(":", 1)[1])
+
+    with pytest.raises(ListenError, match=f"127.0.0.1 port {port}"):
+        await serve(app, host="127.0.0.1", port=port, drain_s=1, stop=asyncio.Event())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signals_ask_for_a_stop(number: signal.Signals) -> None:
+    """Both ways to end a process drain it."""
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        os.kill(os.getpid(), number)
+        async with asyncio.timeout(5):
+            await stop.wait()
+
+
+async def test_restarted_engine_keeps_no_predictions(engine: Any, balancer_factory: Any) -> None:
+    """A refused connection means a dead process, and its cache is gone with it."""
+    async with balancer_factory({"instances": [{"url": engine.url}]}) as balancer:
+        await balancer.available()
+        ledger = balancer.app.ledger
+        rank = RankId(engine.id, 0)
+        keys = [BlockKey(1)]
+        work = LegWork(
+            rank=rank, kind="whole", prompt_tokens=16, uncached_tokens=16, work_s=0.1, keys=keys
+        )
+        with ledger.hold(work):
+            assert ledger.predicted_blocks(rank, keys, 0) == 1
+            balancer.app.keeper.report(engine.id, False, "engine_unreachable")
+
+            assert ledger.predicted_blocks(rank, keys, 0) == 0
+            assert ledger.load(rank).requests == 1

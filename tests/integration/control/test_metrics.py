@@ -1,0 +1,200 @@
+"""Metrics answer their questions and stay bounded."""
+
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from balancer.core.fleet import Fleet, Instance, Role
+from balancer.core.load import LegWork
+from balancer.core.local_ledger import LocalLedger
+from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.record import LegRecord, RequestRecord
+from balancer.metrics import BalancerMetrics
+from indexer.core.model_cards import parse_model_list
+from indexer.core.types import InstanceId, RankId
+
+
+def instance(alias: str) -> Instance:
+    """A healthy decode instance of `base` with one adapter."""
+    cards = [{"id": "base"}, {"id": "alias"}, {"id": "ad", "parent": "base"}]
+    return Instance(
+        id=InstanceId(f"http://{alias}:1"),
+        alias=alias,
+        role=Role.DECODE,
+        healthy=True,
+        models=parse_model_list({"data": cards}),
+    )
+
+
+class Bench:
+    """Metrics over a fleet that a test changes."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet(instances=(instance("a"), instance("b")))
+        self.registry = CollectorRegistry()
+        self.ledger = LocalLedger(clock=lambda: 0.0)
+        self.metrics = BalancerMetrics(self.registry, lambda: self.fleet, self.ledger)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
+    def observe(self, *legs: LegRecord, **fields: Any) -> None:
+        plan = RoutePlan(
+            decode=Choice(
+                candidate=Candidate(
+                    rank=RankId(self.fleet.instances[0].id, 0), instance=self.fleet.instances[0]
+                ),
+                cost_s=0.0,
+            ),
+            reason=fields.pop("reason", Reason.DECODE_HAS_CACHE),
+        )
+        known: dict[str, Any] = {
+            "request_id": "r",
+            "path": "/v1/completions",
+            "arrived_s": 10.0,
+            "ended_s": 12.0,
+            "model": "base",
+            "base_model": "base",
+            "status": 200,
+            "plan": plan,
+        }
+        self.metrics.observe(RequestRecord(legs=list(legs), **(known | fields)))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def leg(kind: str = "decode", alias: str = "a", **fields: Any) -> LegRecord:
+    """One finished leg."""
+    known: dict[str, Any] = {"overlap_tokens": 0, "started_s": 10.0, "first_byte_s": 10.5}
+    return LegRecord(kind=kind, alias=alias, **(known | fields))
+
+
+def test_requests_are_counted_by_outcome(bench: Bench) -> None:
+    """Status class and error code, both bounded."""
+    bench.observe()
+    bench.observe(status=503, error="no_instance", plan=None)
+    bench.observe(status=None, error="cancelled", path="/v1/embeddings")
+
+    labels = {"model": "base", "path": "/v1/completions"}
+    assert bench.value("kvlb_requests_total", status="2xx", outcome="ok", **labels) == 1
+    assert bench.value("kvlb_requests_total", status="5xx", outcome="no_instance", **labels) == 1
+    assert (
+        bench.value(
+            "kvlb_requests_total", model="base", path="other", status="none", outcome="cancelled"
+        )
+        == 1
+    )
+    assert bench.value("kvlb_request_duration_seconds_sum", **labels) == 4
+
+
+def test_three_hit_rates_have_numerator_and_denominator(bench: Bench) -> None:
+    """Available, chosen, delivered: counters that a dashboard divides."""
+    bench.observe(
+        leg("prefill", "b", prompt_tokens=100, cached_tokens=30),
+        leg("decode", "a", prompt_tokens=100, cached_tokens=99, completion_tokens=7),
+        prompt_tokens=100,
+        available_tokens=64,
+        chosen_tokens=32,
+        prompt_source="local",
+    )
+
+    assert bench.value("kvlb_prompt_tokens_total", model="base") == 100
+    assert bench.value("kvlb_overlap_available_tokens_total", model="base") == 64
+    assert bench.value("kvlb_overlap_chosen_tokens_total", model="base") == 32
+    for kind, cached in (("prefill", 30), ("decode", 99)):
+        labels = {"model": "base", "leg": kind}
+        assert bench.value("kvlb_cached_tokens_total", **labels) == cached
+        assert bench.value("kvlb_cached_tokens_known_prompt_tokens_total", **labels) == 100
+    assert bench.value("kvlb_completion_tokens_total", model="base") == 7
+    assert bench.value("kvlb_tokenize_total", source="local", outcome="ok") == 1
+
+
+def test_unknown_cached_tokens_are_not_zero(bench: Bench) -> None:
+    """They count in neither part of the ratio."""
+    bench.observe(leg(prompt_tokens=100, cached_tokens=None), unscorable="timeout")
+
+    assert bench.value("kvlb_cached_tokens_total", model="base", leg="decode") is None
+    assert bench.value("kvlb_prompt_tokens_total", model="base") is None
+    assert bench.value("kvlb_tokenize_total", source="none", outcome="timeout") == 1
+
+
+@pytest.mark.parametrize(
+    ("legs", "outcome"),
+    [
+        pytest.param([leg()], "skipped", id="skipped"),
+        pytest.param([leg("prefill"), leg()], "run", id="run"),
+        pytest.param([leg("prefill", error="engine_closed"), leg()], "failed", id="failed"),
+    ],
+)
+def test_prefill_decisions_are_counted(bench: Bench, legs: list[LegRecord], outcome: str) -> None:
+    """With their reason."""
+    bench.observe(*legs)
+
+    labels = {"outcome": outcome, "reason": "decode_has_cache"}
+    assert bench.value("kvlb_prefill_legs_total", **labels) == 1
+
+
+def test_first_token_is_timed_where_it_can_be_seen(bench: Bench) -> None:
+    """An answer that isn't streamed has its first byte at the end."""
+    bench.observe(leg(), leg("prefill"))
+    bench.observe(leg(), stream=True, first_byte_s=10.75)
+
+    name = "kvlb_time_to_first_token_seconds_count"
+    assert bench.value(name, leg="decode", instance="a") == 1
+    assert bench.value(name, leg="prefill", instance="a") == 1
+    assert bench.value("kvlb_request_time_to_first_token_seconds_sum", model="base") == 0.75
+
+
+def test_model_labels_are_those_of_the_fleet(bench: Bench) -> None:
+    """Aliases count as their base model, adapters as themselves, anything else as other."""
+    for model in ("alias", "ad", *(f"random-{number}" for number in range(100))):
+        bench.observe(model=model)
+
+    series = {
+        sample.labels["model"]
+        for metric in bench.registry.collect()
+        if metric.name == "kvlb_requests"
+        for sample in metric.samples
+    }
+    assert series == {"base", "ad", "other"}
+
+
+def test_series_of_removed_instances_disappear(bench: Bench) -> None:
+    """Also those of a leg that ends after its instance left."""
+    bench.observe(leg(alias="a"), leg(alias="b"), stream=True)
+    bench.fleet = Fleet(instances=(instance("a"),))
+    bench.metrics.forget_absent(bench.fleet)
+    bench.observe(leg(alias="b"), stream=True)
+
+    text = generate_latest(bench.registry).decode()
+    assert 'instance="a"' in text
+    assert 'instance="b"' not in text
+    assert 'instance="other"' in text
+
+
+def test_load_is_read_when_scraped(bench: Bench) -> None:
+    """Gauges follow the ledger and the fleet."""
+    rank = RankId(bench.fleet.instances[0].id, 0)
+    work = LegWork(rank=rank, kind="whole", prompt_tokens=10, uncached_tokens=8, work_s=0.1)
+
+    with bench.ledger.hold(work):
+        assert bench.value("kvlb_instance_in_flight", instance="a", rank="0") == 1
+        assert bench.value("kvlb_instance_queued_tokens", instance="a", rank="0") == 8
+
+    assert bench.value("kvlb_instance_in_flight", instance="a", rank="0") == 0
+    assert bench.value("kvlb_instance_healthy", instance="a", role="decode") == 1
+    assert bench.value("kvlb_instance_available", instance="b", role="decode") == 1
+
+
+def test_lookups_are_counted_by_outcome(bench: Bench) -> None:
+    """A lookup that was skipped took no time."""
+    bench.metrics.on_lookup("ok", 0.001)
+    bench.metrics.on_lookup("skipped", 0.0)
+
+    assert bench.value("kvlb_index_lookups_total", outcome="ok") == 1
+    assert bench.value("kvlb_index_lookups_total", outcome="skipped") == 1
+    assert bench.value("kvlb_index_lookup_seconds_count") == 1

@@ -1,0 +1,435 @@
+"""The router on a real event loop: deadlines, booking, routes, replacement of a prefill leg."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from time import monotonic
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from balancer.core.errors import (
+    ModelNotFoundError,
+    NoInstanceError,
+    OverloadedError,
+    PrefillFailedError,
+)
+from balancer.core.fleet import Fleet, Instance, Role
+from balancer.core.local_ledger import LocalLedger
+from balancer.core.plan import Reason
+from balancer.core.policies import named_policy
+from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.router import Router
+from indexer.core.hashing import Namespace
+from indexer.core.index import IndexSize, PrefixMatch, Prompt, RankUpdate
+from indexer.core.model_cards import ServedModels
+from indexer.core.types import InstanceId, RankId, Tier, Trust
+
+MODELS = ServedModels(base="m", aliases=frozenset({"m"}), adapters=frozenset(), cards=())
+
+
+@dataclass(slots=True)
+class ScriptedIndex:
+    """Answers what it was told, as slowly or badly as it was told."""
+
+    held_tokens: dict[RankId, int] = field(default_factory=dict)
+    block_size: int = 16
+    trust: Trust = Trust.EXACT
+    delay_s: float = 0.0
+    error: Exception | None = None
+
+    async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
+        await asyncio.sleep(self.delay_s)
+        if self.error:
+            raise self.error
+        return {
+            rank: PrefixMatch(
+                tokens_by_tier={Tier.GPU: min(tokens, prompt.tokens - 1)},
+                block_size=self.block_size,
+                trust=self.trust,
+            )
+            for rank, tokens in self.held_tokens.items()
+        }
+
+    async def apply(self, update: RankUpdate) -> None:
+        raise NotImplementedError
+
+    async def set_trust(self, rank: RankId, trust: Trust) -> None:
+        raise NotImplementedError
+
+    async def retire(self, rank: RankId) -> None:
+        raise NotImplementedError
+
+    async def size(self) -> IndexSize:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class Bench:
+    """A router with its surroundings in reach."""
+
+    index: ScriptedIndex
+    ledger: LocalLedger
+    lookups: list[str]
+    build: Callable[..., Router]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    index, ledger, lookups = ScriptedIndex(), LocalLedger(monotonic), []
+
+    def build(
+        routing: RoutingSettings | None = None,
+        pd: PdSettings | None = None,
+        policy: Any = "kvlb",
+    ) -> Router:
+        return Router(
+            index=index,
+            ledger=ledger,
+            policy=named_policy(policy),
+            settings=routing or RoutingSettings(),
+            pd=pd,
+            random=Random(1).random,  # noqa: S311 - a test's dice
+            clock=monotonic,
+            on_lookup=lambda outcome, _: lookups.append(outcome),
+        )
+
+    return Bench(index, ledger, lookups, build)
+
+
+def instance(alias: str, role: Role = Role.MIXED) -> Instance:
+    return Instance(
+        id=InstanceId(f"http://{alias}:8000"),
+        alias=alias,
+        role=role,
+        models=MODELS,
+        connector="none" if role is Role.MIXED else "nixl",
+        healthy=True,
+    )
+
+
+def rank(alias: str) -> RankId:
+    return RankId(InstanceId(f"http://{alias}:8000"), 0)
+
+
+PAIR = Fleet(instances=(instance("a"), instance("b")))
+PD = Fleet(
+    instances=(
+        instance("p0", Role.PREFILL),
+        instance("p1", Role.PREFILL),
+        instance("d0", Role.DECODE),
+    )
+)
+PD_ALLOWED = PdSettings(allow_local_on_failure=True)
+
+
+def request(model: str = "m", body: Mapping[str, Any] | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        endpoint=Endpoint.CHAT,
+        body={"stream": True, **(body or {})},
+        raw_body=b"{}",
+        headers=(),
+        model=model,
+        base_model=model,
+        lora=None,
+    )
+
+
+def view(tokens: int = 4000, first: int = 0) -> PromptView:
+    prompt = Prompt(Namespace(model="m"), range(first, first + tokens))
+    return PromptView(prompts=(prompt,), source="ids")
+
+
+async def test_the_rank_that_holds_the_prompt_is_chosen(bench: Bench) -> None:
+    """The index was asked, and its answer decided."""
+    bench.index.held_tokens = {rank("a"): 0, rank("b"): 3200}
+
+    route = await bench.build().route(PAIR, request(), view())
+
+    assert route.plan.decode.candidate.rank == rank("b")
+    assert route.plan.decode.candidate.overlap_tokens == 3200
+    assert bench.lookups == ["ok"]
+
+
+async def test_a_route_is_booked_until_it_ends(bench: Bench) -> None:
+    """At once, before anyone enters it; afterwards only its prediction stays."""
+    router = bench.build()
+    route = await router.route(PAIR, request(), view())
+    chosen = route.plan.decode.candidate.rank
+    booked = bench.ledger.load(chosen)
+    with route:
+        route.decode_guard.first_token()
+        decoding = bench.ledger.load(chosen).decoding
+
+    assert (booked.requests, booked.queued_tokens, decoding) == (1, 4000, 1)
+    assert bench.ledger.load(chosen).requests == 0
+    again = await router.explain(PAIR, request(), view())
+    assert again.decode.candidate.predicted_tokens == 3984
+
+
+async def test_an_exception_withdraws_the_prediction(bench: Bench) -> None:
+    """Nobody holds what a failed leg was to compute (F19)."""
+    router = bench.build()
+    route = await router.route(PAIR, request(), view())
+    with pytest.raises(RuntimeError), route:
+        raise RuntimeError
+
+    plan = await router.explain(PAIR, request(), view())
+    assert [each.candidate.predicted_tokens for each in plan.considered] == [0, 0]
+
+
+async def test_explaining_books_nothing(bench: Bench) -> None:
+    """And takes no turn."""
+    router = bench.build(policy="round_robin")
+    explained = [await router.explain(PAIR, request(), view()) for _ in range(3)]
+
+    assert all(bench.ledger.load(rank(alias)).requests == 0 for alias in "ab")
+    assert len({each.reason for each in explained}) == 1
+
+
+async def test_siblings_at_once_land_together(bench: Bench) -> None:
+    """Eight concurrent lookups, each answered before any prompt is computed (F19)."""
+    bench.index.delay_s = 0.001
+    router = bench.build(RoutingSettings(lookup_timeout_s=5))
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(router.route(PAIR, request(body={"max_tokens": 1}), view()))
+            for _ in range(8)
+        ]
+
+    assert len({task.result().plan.decode.candidate.rank for task in tasks}) == 1
+
+
+async def test_a_slow_index_costs_the_overlap_not_the_request(bench: Bench) -> None:
+    """Routed by load within the deadline, and counted."""
+    bench.index.held_tokens = {rank("b"): 3200}
+    bench.index.delay_s = 30
+    started_s = monotonic()
+
+    route = await bench.build().route(PAIR, request(), view())
+
+    assert monotonic() - started_s < 5
+    assert route.plan.decode.candidate.overlap_tokens == 0
+    assert bench.lookups == ["timeout"]
+
+
+async def test_a_failing_index_is_logged_once_per_outage(bench: Bench) -> None:
+    """Every lookup is counted; the log gets the first, with no prompt in it."""
+    router = bench.build()
+    bench.index.error = ValueError("a secret")
+    with capture_logs() as logs:
+        for _ in range(3):
+            await router.route(PAIR, request(), view())
+        bench.index.error = None
+        await router.route(PAIR, request(), view())
+
+    assert bench.lookups == ["failed", "failed", "failed", "ok"]
+    assert logs == [{"event": "index_lookup_failed", "error": "ValueError", "log_level": "warning"}]
+
+
+async def test_without_tokens_the_index_is_not_asked(bench: Bench) -> None:
+    """Load decides, and the plan names no tokens."""
+    bench.index.error = AssertionError("asked")
+    route = await bench.build().route(PAIR, request(), PromptView(unscorable="timeout"))
+
+    assert route.plan.prompt_tokens is None
+    assert bench.lookups == ["skipped"]
+
+
+async def test_a_block_size_is_remembered_while_the_index_is_silent(bench: Bench) -> None:
+    """Predictions go on in the rank's own block size."""
+    bench.index.held_tokens = {rank("a"): 0, rank("b"): 0}
+    bench.index.block_size = 128
+    router = bench.build()
+    first = await router.route(PAIR, request(), view(1000))
+    first.decode_guard.first_token()
+    bench.index.error = OSError()
+
+    second = await router.explain(PAIR, request(), view(1000))
+
+    assert second.decode.candidate.rank == first.plan.decode.candidate.rank
+    assert second.decode.candidate.predicted_tokens == 896
+    assert second.decode.candidate.block_size == 128
+
+
+async def test_ranks_the_fleet_does_not_have_are_counted_and_ignored(bench: Bench) -> None:
+    """A ghost in the index gets no traffic; a rank that left is forgotten (F27)."""
+    bench.index.held_tokens = {rank("ghost"): 4000, rank("a"): 16, rank("b"): 0}
+    router = bench.build()
+    route = await router.route(PAIR, request(), view())
+    left = await router.route(Fleet(instances=(instance("b"),)), request(), view())
+
+    assert route.plan.decode.candidate.rank == rank("a")
+    assert left.plan.decode.candidate.rank == rank("b")
+    assert router.unknown_ranks == 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("trust", "held_later"),
+    [(Trust.EXACT, False), (Trust.APPROXIMATE, True)],
+    ids=["events-tell", "no-events"],
+)
+async def test_belief_depends_on_events(bench: Bench, trust: Trust, held_later: bool) -> None:
+    """Where events come, a prediction they don't confirm is soon dropped."""
+    now_s = [0.0]
+    ledger = LocalLedger(lambda: now_s[0])
+    bench.index.trust = trust
+    bench.index.held_tokens = {rank("a"): 0}
+    router = Router(
+        index=bench.index,
+        ledger=ledger,
+        policy=named_policy("kvlb"),
+        settings=RoutingSettings(confirm_s=2, predicted_ttl_s=30),
+        random=lambda: 0.5,
+        clock=lambda: now_s[0],
+    )
+    alone = Fleet(instances=(instance("a"),))
+    with await router.route(alone, request(), view()):
+        pass
+    now_s[0] += 5
+
+    plan = await router.explain(alone, request(), view())
+    assert (plan.decode.candidate.predicted_tokens > 0) is held_later
+
+
+async def test_excluded_ranks_are_not_tried_again(bench: Bench) -> None:
+    """Nobody left is an error of its own."""
+    router = bench.build()
+    route = await router.route(PAIR, request(), view(), exclude=frozenset({rank("a")}))
+
+    assert route.plan.decode.candidate.rank == rank("b")
+    with pytest.raises(NoInstanceError):
+        await router.route(PAIR, request(), view(), exclude=frozenset({rank("a"), rank("b")}))
+
+
+async def test_an_unknown_model_is_the_clients_fault(bench: Bench) -> None:
+    """404, not 503 (F59)."""
+    with pytest.raises(ModelNotFoundError):
+        await bench.build().route(PAIR, request("nope"), view())
+
+
+async def test_a_full_fleet_is_overloaded(bench: Bench) -> None:
+    """Two ranks, a limit of one each: the third request is told to come back (F26)."""
+    router = bench.build(RoutingSettings(max_requests_per_rank=1))
+    for _ in range(2):
+        await router.route(PAIR, request(), view())
+
+    with pytest.raises(OverloadedError):
+        await router.route(PAIR, request(), view())
+
+
+async def test_full_prefill_ranks_refuse_only_who_needs_them(bench: Bench) -> None:
+    """A short prompt is still served by the decode instance."""
+    router = bench.build(RoutingSettings(max_requests_per_rank=2))
+    held = [await router.route(PD, request(), view(first=n * 10_000)) for n in (1, 2)]
+    for route in held:  # the decode rank has room again, prefill legs still run
+        route.decode_guard.__exit__(None, None, None)
+    more = [await router.route(PD, request(), view(first=n * 10_000)) for n in (3, 4)]
+    for route in more:
+        route.decode_guard.__exit__(None, None, None)
+
+    short = await router.route(PD, request(), view(100))
+    assert short.plan.reason is Reason.SHORT_PROMPT
+    with pytest.raises(OverloadedError):
+        await router.route(PD, request(), view(first=50_000))
+
+
+async def test_a_pair_is_booked_on_both_ranks(bench: Bench) -> None:
+    """The prompt queues where it is prefilled; decode counts a request."""
+    route = await bench.build().route(PD, request(), view())
+    assert route.plan.prefill is not None
+    source = bench.ledger.load(route.plan.prefill.candidate.rank)
+    target = bench.ledger.load(rank("d0"))
+
+    assert route.plan.reason is Reason.REMOTE_PREFILL
+    assert (source.requests, source.queued_tokens) == (1, 4000)
+    assert (target.requests, target.queued_tokens) == (1, 0)
+
+
+async def test_a_finished_prefill_leg_keeps_its_prediction(bench: Bench) -> None:
+    """Even if the decode leg fails afterwards."""
+    router = bench.build()
+    route = await router.route(PD, request(), view())
+    assert route.prefill_guard is not None
+    route.prefill_guard.first_token()
+    route.prefill_guard.__exit__(None, None, None)
+    with pytest.raises(RuntimeError), route:
+        raise RuntimeError
+
+    again = await router.explain(PD, request(), view())
+    assert route.plan.prefill is not None
+    assert again.prefill is not None
+    assert again.prefill.candidate.rank == route.plan.prefill.candidate.rank
+    assert again.prefill.candidate.predicted_tokens == 3984
+
+
+async def test_a_failed_prefill_leg_moves_to_another_rank(bench: Bench) -> None:
+    """Once: attempts are limited to two, and the failed one's prediction is withdrawn."""
+    router = bench.build()
+    with await router.route(PD, request(), view()) as route:
+        assert route.plan.prefill is not None
+        first = route.plan.prefill.candidate.rank
+        moved = router.replace_prefill(PD, route, RuntimeError())
+        second = route.plan.prefill.candidate.rank
+        loads = bench.ledger.load(first).requests, bench.ledger.load(second).requests
+        moved_again = router.replace_prefill(PD, route, RuntimeError())
+
+    assert moved
+    assert {first, second} == {rank("p0"), rank("p1")}
+    assert loads == (0, 1)
+    assert bench.ledger.load(rank("d0")).requests == 0
+    assert not moved_again
+    assert bench.ledger.predicted_blocks(first, view().prompts[0].keys(16), 0) == 0
+
+
+async def test_there_may_be_no_other_prefill_rank(bench: Bench) -> None:
+    """All others were tried, or the plan had no prefill leg to begin with."""
+    router = bench.build(pd=PdSettings(prefill_attempts=9))
+    route = await router.route(PD, request(), view())
+    whole = await router.route(PAIR, request(), view())
+
+    both = frozenset({rank("p0"), rank("p1")})
+    assert not router.replace_prefill(PD, route, RuntimeError(), both)
+    assert not router.replace_prefill(PAIR, whole, RuntimeError())
+
+
+async def test_local_prefill_after_failures_has_to_be_allowed(bench: Bench) -> None:
+    """503 by default, else a plan that says so (F36)."""
+    with pytest.raises(PrefillFailedError):
+        await bench.build().route(PD, request(), view(), prefill_failed=True)
+    route = await bench.build(pd=PD_ALLOWED).route(PD, request(), view(), prefill_failed=True)
+
+    assert route.plan.prefill is None
+    assert route.plan.reason is Reason.PREFILL_FAILED
+
+
+async def test_several_prompts_are_matched_each(bench: Bench) -> None:
+    """Their overlaps add up, and the request isn't split."""
+    bench.index.held_tokens = {rank("d0"): 160}
+    prompts = (*view(1000).prompts, *view(1000, 5000).prompts)
+
+    route = await bench.build(pd=PD_ALLOWED).route(
+        PD, request(), PromptView(prompts=prompts, source="ids")
+    )
+
+    assert route.plan.decode.candidate.overlap_tokens == 320
+    assert route.plan.reason is Reason.NOT_SPLITTABLE
+
+
+async def test_nobody_has_to_listen_to_lookups(bench: Bench) -> None:
+    """The callback is optional."""
+    router = Router(
+        index=bench.index,
+        ledger=bench.ledger,
+        policy=named_policy("kvlb"),
+        settings=RoutingSettings(),
+        random=lambda: 0.5,
+        clock=monotonic,
+    )
+
+    plan = await router.explain(PAIR, request(), view())
+    assert plan.prompt_tokens == 4000
