@@ -8,7 +8,8 @@ Rules:
 3. Everything is written from a finished `RequestRecord`, so a probe or an explain counts nothing.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -28,6 +29,42 @@ PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Paths with a label of their own; other engine paths share one."""
 
 
+Series = TypeVar("Series", Counter, Histogram)
+
+
+class _Labelled(Generic[Series]):
+    """A metric's series by their labels: found in a fraction of the time `labels` takes."""
+
+    def __init__(self, metric: Series) -> None:
+        self._metric: Series = metric
+        self._series: dict[tuple[str, ...], Series] = {}
+
+    def at(self, *labels: str) -> Series:
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = self._metric.labels(*labels)
+        return series
+
+    def forget(self, number: int, known: Set[str]) -> None:
+        """Drop the series whose label `number` isn't known any more."""
+        for labels in [each for each in self._series if each[number] not in known]:
+            self._metric.remove(*labels)
+            del self._series[labels]
+
+
+class _Names:
+    """Label values that one fleet snapshot allows."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.aliases = frozenset(each.alias for each in fleet.instances) | {OTHER}
+        self.models: dict[str, str] = {}
+        for instance in fleet.instances:
+            if instance.models is not None:
+                self.models |= dict.fromkeys(instance.models.aliases, instance.models.base)
+                self.models |= {name: name for name in instance.models.adapters}
+
+
 class BalancerMetrics:
     """Every metric of the balancer, in the registry it is given."""
 
@@ -35,57 +72,70 @@ class BalancerMetrics:
         self, registry: CollectorRegistry, fleet: Callable[[], Fleet], ledger: LoadLedger
     ) -> None:
         self._fleet = fleet
-        self._seen_first_byte: set[tuple[str, str]] = set()
-        self._seen_legs: set[tuple[str, str, str]] = set()
+        self._known = _Names(fleet())
         self._define(registry)
         self._define_tokens(registry)
         registry.register(FleetCollector(fleet, ledger))
 
     def _define(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter(
-            "kvlb_requests_total",
-            "Requests answered, by status class and outcome (ok, or the code of the error).",
-            ("model", "path", "status", "outcome"),
-            registry=registry,
+        self._requests = _Labelled(
+            Counter(
+                "kvlb_requests_total",
+                "Requests answered, by status class and outcome (ok, or the code of the error).",
+                ("model", "path", "status", "outcome"),
+                registry=registry,
+            )
         )
-        self._duration = Histogram(
-            "kvlb_request_duration_seconds",
-            "From arrival to last byte.",
-            ("model", "path"),
-            buckets=LONG_BUCKETS,
-            registry=registry,
+        self._duration = _Labelled(
+            Histogram(
+                "kvlb_request_duration_seconds",
+                "From arrival to last byte.",
+                ("model", "path"),
+                buckets=LONG_BUCKETS,
+                registry=registry,
+            )
         )
-        self._request_first_byte = Histogram(
-            "kvlb_request_time_to_first_token_seconds",
-            "From a streamed request's arrival to the first byte of its answer: both legs.",
-            ("model",),
-            buckets=LONG_BUCKETS,
-            registry=registry,
+        self._request_first_byte = _Labelled(
+            Histogram(
+                "kvlb_request_time_to_first_token_seconds",
+                "From a streamed request's arrival to the first byte of its answer: both legs.",
+                ("model",),
+                buckets=LONG_BUCKETS,
+                registry=registry,
+            )
         )
-        self._first_byte = Histogram(
-            "kvlb_time_to_first_token_seconds",
-            "From sending a leg to its first token, where it can be seen (streams, prefill legs).",
-            ("leg", "instance"),
-            buckets=LONG_BUCKETS,
-            registry=registry,
+        self._first_byte = _Labelled(
+            Histogram(
+                "kvlb_time_to_first_token_seconds",
+                "From sending a leg to its first token, where it can be seen (streams, prefill legs).",
+                ("leg", "instance"),
+                buckets=LONG_BUCKETS,
+                registry=registry,
+            )
         )
-        self._legs = Counter(
-            "kvlb_legs_total",
-            "Attempts at a leg, by how they ended (ok, or the code of the error).",
-            ("leg", "instance", "outcome"),
-            registry=registry,
+        self._legs = _Labelled(
+            Counter(
+                "kvlb_legs_total",
+                "Attempts at a leg, by how they ended (ok, or the code of the error).",
+                ("leg", "instance", "outcome"),
+                registry=registry,
+            )
         )
-        self._prefill_legs = Counter(
-            "kvlb_prefill_legs_total",
-            "Decisions about the prefill leg: run, skipped or failed, and why.",
-            ("outcome", "reason"),
-            registry=registry,
+        self._prefill_legs = _Labelled(
+            Counter(
+                "kvlb_prefill_legs_total",
+                "Decisions about the prefill leg: run, skipped or failed, and why.",
+                ("outcome", "reason"),
+                registry=registry,
+            )
         )
-        self._lookups = Counter(
-            "kvlb_index_lookups_total",
-            "Lookups in the index: ok, timeout, failed, skipped.",
-            ("outcome",),
-            registry=registry,
+        self._lookups = _Labelled(
+            Counter(
+                "kvlb_index_lookups_total",
+                "Lookups in the index: ok, timeout, failed, skipped.",
+                ("outcome",),
+                registry=registry,
+            )
         )
         self._lookup_seconds = Histogram(
             "kvlb_index_lookup_seconds",
@@ -95,8 +145,8 @@ class BalancerMetrics:
         )
 
     def _define_tokens(self, registry: CollectorRegistry) -> None:
-        def tokens(name: str, help_: str, *labels: str) -> Counter:
-            return Counter(name, help_, labels, registry=registry)
+        def tokens(name: str, help_: str, *labels: str) -> _Labelled[Counter]:
+            return _Labelled(Counter(name, help_, labels, registry=registry))
 
         self._prompt = tokens("kvlb_prompt_tokens_total", "Tokens of scored prompts.", "model")
         self._available = tokens(
@@ -133,16 +183,16 @@ class BalancerMetrics:
 
     def observe(self, record: RequestRecord) -> None:
         """Count one finished request."""
-        model = self._model_label(record)
+        model = self._names().models.get(record.model, OTHER)  # clients can send any name
         path = record.path if record.path in PATHS else OTHER
         status = f"{record.status // 100}xx" if record.status else "none"
-        self._requests.labels(model, path, status, record.error or "ok").inc()
+        self._requests.at(model, path, status, record.error or "ok").inc()
         if record.ended_s is not None:
-            self._duration.labels(model, path).observe(record.ended_s - record.arrived_s)
+            self._duration.at(model, path).observe(record.ended_s - record.arrived_s)
         if record.stream and record.first_byte_s is not None:
-            self._request_first_byte.labels(model).observe(record.first_byte_s - record.arrived_s)
+            self._request_first_byte.at(model).observe(record.first_byte_s - record.arrived_s)
         if record.prompt_source != "none" or record.unscorable is not None:
-            self._tokenize.labels(record.prompt_source, record.unscorable or "ok").inc()
+            self._tokenize.at(record.prompt_source, record.unscorable or "ok").inc()
         self._observe_decision(record)
         self._observe_overlap(record, model)
         for leg in record.legs:
@@ -150,30 +200,21 @@ class BalancerMetrics:
 
     def on_lookup(self, outcome: str, seconds: float) -> None:
         """Count one lookup in the index."""
-        self._lookups.labels(outcome).inc()
+        self._lookups.at(outcome).inc()
         if outcome != "skipped":
             self._lookup_seconds.observe(seconds)
 
     def forget_absent(self, fleet: Fleet) -> None:
         """Drop the series of instances that are not in `fleet` any more."""
-        known = {each.alias for each in fleet.instances} | {OTHER}
-        for first_byte in [each for each in self._seen_first_byte if each[1] not in known]:
-            self._first_byte.remove(*first_byte)
-            self._seen_first_byte.discard(first_byte)
-        for leg in [each for each in self._seen_legs if each[1] not in known]:
-            self._legs.remove(*leg)
-            self._seen_legs.discard(leg)
+        known = _Names(fleet).aliases
+        self._first_byte.forget(1, known)
+        self._legs.forget(1, known)
 
-    def _model_label(self, record: RequestRecord) -> str:
-        """Only names that the fleet lists: clients can send any."""
-        for instance in self._fleet().serving(record.model):
-            if instance.models is not None:
-                return (
-                    record.model
-                    if record.model in instance.models.adapters
-                    else (instance.models.base)
-                )
-        return OTHER
+    def _names(self) -> _Names:
+        fleet = self._fleet()
+        if fleet is not self._known.fleet:
+            self._known = _Names(fleet)
+        return self._known
 
     def _observe_decision(self, record: RequestRecord) -> None:
         plan = record.plan
@@ -185,30 +226,27 @@ class BalancerMetrics:
             outcome = "failed"
         else:
             outcome = "skipped"
-        self._prefill_legs.labels(outcome, plan.reason.value).inc()
+        self._prefill_legs.at(outcome, plan.reason.value).inc()
 
     def _observe_overlap(self, record: RequestRecord, model: str) -> None:
         if record.prompt_tokens is None or record.chosen_tokens is None:
             return
-        self._prompt.labels(model).inc(record.prompt_tokens)
-        self._available.labels(model).inc(record.available_tokens or 0)
-        self._chosen.labels(model).inc(record.chosen_tokens)
+        self._prompt.at(model).inc(record.prompt_tokens)
+        self._available.at(model).inc(record.available_tokens or 0)
+        self._chosen.at(model).inc(record.chosen_tokens)
 
     def _observe_leg(self, leg: LegRecord, model: str, *, stream: bool) -> None:
-        known = any(each.alias == leg.alias for each in self._fleet().instances)
-        alias = leg.alias if known else OTHER  # it left while the leg ran
-        ended = (leg.kind, alias, leg.error or "ok")
-        self._seen_legs.add(ended)
-        self._legs.labels(*ended).inc()
+        # An alias that isn't known left while the leg ran.
+        alias = leg.alias if leg.alias in self._names().aliases else OTHER
+        self._legs.at(leg.kind, alias, leg.error or "ok").inc()
         # Only a stream, or a prefill leg, shows when the first token was there.
         if leg.first_byte_s is not None and (stream or leg.kind == "prefill"):
-            self._seen_first_byte.add((leg.kind, alias))
-            self._first_byte.labels(leg.kind, alias).observe(leg.first_byte_s - leg.started_s)
+            self._first_byte.at(leg.kind, alias).observe(leg.first_byte_s - leg.started_s)
         if leg.cached_tokens is not None and leg.prompt_tokens is not None:
-            self._cached.labels(model, leg.kind).inc(leg.cached_tokens)
-            self._cached_of.labels(model, leg.kind).inc(leg.prompt_tokens)
+            self._cached.at(model, leg.kind).inc(leg.cached_tokens)
+            self._cached_of.at(model, leg.kind).inc(leg.prompt_tokens)
         if leg.kind == "decode" and leg.completion_tokens is not None:
-            self._completion.labels(model).inc(leg.completion_tokens)
+            self._completion.at(model).inc(leg.completion_tokens)
 
 
 class FleetCollector(Collector):

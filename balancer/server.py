@@ -77,7 +77,14 @@ async def serve(
     with listener:
         async with asyncio.TaskGroup() as group:
             watcher = group.create_task(_watch(server, app, stop, listener, on_listening))
-            await server.serve(sockets=[listener])
+            try:
+                await server.serve(sockets=[listener])
+            except asyncio.CancelledError:
+                # No time for running answers, but the application closes what it opened.
+                server.config.timeout_graceful_shutdown = 0
+                if server.started:
+                    await server.shutdown([listener])
+                raise
             watcher.cancel()
 
 

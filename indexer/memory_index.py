@@ -4,10 +4,11 @@ A set answers "is this block held", and held means reachable, so the depth of a 
 rank is found by bisection: 13 probes for 6,250 blocks. It is the layout of the Redis backend too.
 
 Measured on 2 shared cores, 100,000 tokens against 64 ranks that hold between none and all of it:
-0.15 ms; walking one table of key -> bitmask of holders took 0.5 ms, and needed 50 bytes more per
-block and a purge of every departed rank's bits. Here a rank leaves with its sets.
+0.16 ms. Walking one table of key -> bitmask of holders (the layout first thought of) took 0.50 ms,
+and a departed rank's bits had to be purged from it key by key. Here a rank leaves with its sets.
 
-Cost: 35 bytes per (block, holder) beside the key, which the writer's tables share.
+Cost: 35 to 50 bytes per (block, holder) beside the key itself, which the writer's tables share;
+with those (`core.rank_blocks`) 270 to 300 bytes at one holder.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,10 +45,6 @@ class _Holding:
     @property
     def entries(self) -> int:
         return sum(len(keys) for keys in self.tiers.values())
-
-    def held(self) -> list[tuple[Tier, set[BlockKey]]]:
-        """Tiers that hold anything, fastest first."""
-        return [(tier, keys) for tier, keys in self.tiers.items() if keys]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,44 +177,39 @@ class MemoryIndex:
 def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
     first = life.fulls[0]
     size = first.spec.block_size
+    keys = prompt.keys(size)
     if len(life.groups) == 1:
-        blocks = _depth(first, prompt.keys(size), prompt.hit_limit_blocks(size))
+        blocks = _depth(first, keys, prompt.hit_limit_blocks(size))
     else:
         blocks = _agreed_tokens(life, prompt) // size
-    return _tokens_by_tier(first, prompt.keys(size)[:blocks]) if blocks else {}
+    return _tokens_by_tier(first, keys, blocks) if blocks else {}
 
 
 def _depth(holding: _Holding, keys: Sequence[BlockKey], limit: int) -> int:
     """How many of the first `limit` blocks are held, by bisection: held means reachable."""
-    tiers = [keys for _, keys in holding.held()]
-    if len(tiers) == 1:
-        only = tiers[0]
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in only:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-    low, high = 0, limit if tiers else 0
+    tiers = [held for held in holding.tiers.values() if held]
+    if not tiers or not limit:
+        return 0
+    fastest, slower = tiers[0], tiers[1:]
+    low, high = 0, limit
     while low < high:
         middle = (low + high) // 2
-        if any(keys[middle] in tier for tier in tiers):
+        key = keys[middle]
+        if key in fastest or (slower and any(key in held for held in slower)):
             low = middle + 1
         else:
             high = middle
     return low
 
 
-def _tokens_by_tier(holding: _Holding, keys: Sequence[BlockKey]) -> dict[Tier, int]:
-    """Count each of the held `keys` at its fastest tier."""
+def _tokens_by_tier(holding: _Holding, keys: Sequence[BlockKey], blocks: int) -> dict[Tier, int]:
+    """Count each of the first `blocks` keys, all held, at its fastest tier."""
     size = holding.spec.block_size
-    tiers = holding.held()
+    tiers = [(tier, held) for tier, held in holding.tiers.items() if held]
     if len(tiers) == 1:
-        return {tiers[0][0]: len(keys) * size}
+        return {tiers[0][0]: blocks * size}
     tokens: dict[Tier, int] = {}
-    rest = set(keys)
+    rest = set(keys[:blocks])
     for tier, held in tiers:
         slower = rest - held
         if len(slower) < len(rest):
@@ -248,7 +240,7 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
 def _boundary(holding: _Holding, prompt: Prompt, end_tokens: int, step_tokens: int) -> int:
     """Largest end, at most `end_tokens`, before which a window or state group has its blocks."""
     size, needed = holding.spec.block_size, holding.spec.boundary_blocks
-    tiers = [keys for _, keys in holding.held()]
+    tiers = [held for held in holding.tiers.values() if held]
     keys = prompt.keys(size)
     step = step_tokens // size
     end = end_tokens // size

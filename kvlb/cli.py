@@ -216,7 +216,9 @@ def explain(
         str, typer.Argument(metavar="REQUEST", help="JSON, a file that holds it, or `-` for stdin.")
     ],
     *,
-    url: Annotated[str, typer.Option(help="The balancer.")] = "http://127.0.0.1:8080",
+    url: Annotated[
+        str, typer.Option(envvar="KVLB_URL", help="The balancer.")
+    ] = "http://127.0.0.1:8080",
     path: Annotated[
         str | None, typer.Option(help="OpenAI path; by default told from the request.")
     ] = None,

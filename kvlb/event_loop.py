@@ -1,8 +1,10 @@
 """Runs a command's coroutine on uvloop, until it is done or somebody asks it to stop."""
 
 import asyncio
+import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import uvloop
@@ -10,6 +12,9 @@ import uvloop
 from kvlb.errors import KvlbError
 
 T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_BY_SIGNAL = 128
 
 
 def run_command(command: Coroutine[Any, Any, T]) -> T:
@@ -24,16 +29,24 @@ def run_command(command: Coroutine[Any, Any, T]) -> T:
         raise _first(deliberate) from group
 
 
-async def wait_for_stop() -> None:
-    """Return at the first SIGINT or SIGTERM."""
+@contextmanager
+def stop_event() -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets. The second one ends the process at once."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+
+    def stop(number: int) -> None:
+        if stopped.is_set():
+            # Whoever asks twice won't wait for streams to end, and needs no tracebacks of them.
+            os._exit(EXIT_BY_SIGNAL + number)
+        stopped.set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop, number)
     try:
-        await stopped.wait()
+        yield stopped
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
 
 

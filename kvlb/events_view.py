@@ -7,6 +7,7 @@ rules. Nothing is indexed.
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from indexer.follower import FollowedBatch, FollowedItem, follow
 from indexer.sources import EngineRefusedError, SourceError, find_sources
 from kvlb.errors import PeerError, SettingsError
 from kvlb.event_lines import EventLines, Line, render_line
-from kvlb.event_loop import run_command, wait_for_stop
+from kvlb.event_loop import run_command, stop_event
 from kvlb.logs import configure_logs
 
 UNKNOWN_MODEL = "-"
@@ -119,17 +120,18 @@ async def _watch(options: EventsOptions) -> None:
     sources = await find_streams(options)
     if options.start is not None and any(source.replay is None for source in sources):
         raise SettingsError("--from needs a replay socket; name it with --replay tcp://host:port")
-    write = _write_json if options.as_json else _write_text
     batches = ShownBatches(options.limit)
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(follow_streams(sources, options.start, batches, write)),
-            group.create_task(wait_for_stop()),
-            group.create_task(batches.reached.wait()),
-        ]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
+    write = _printer(json.dumps if options.as_json else render_line, batches)
+    with stop_event() as stopped:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(follow_streams(sources, options.start, batches, write)),
+                group.create_task(stopped.wait()),
+                group.create_task(batches.reached.wait()),
+            ]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
 
 
 async def follow_streams(
@@ -190,11 +192,14 @@ def _is_url(engine: str) -> bool:
     return engine.startswith(("http://", "https://"))
 
 
-def _write_text(line: Line) -> None:
-    sys.stdout.write(render_line(line) + "\n")
-    sys.stdout.flush()
+def _printer(render: Callable[[Line], str], batches: ShownBatches) -> Callable[[Line], None]:
+    def write(line: Line) -> None:
+        try:
+            sys.stdout.write(render(line) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # `| head` has what it wanted. What is still buffered must not fail at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            batches.reached.set()
 
-
-def _write_json(line: Line) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+    return write

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from kvlb.errors import SettingsError
-from kvlb.event_loop import run_command, wait_for_stop
+from kvlb.event_loop import run_command, stop_event
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from simulator.core.errors import SettingsError as SimulatorSettingsError
 from simulator.core.settings import EngineSettings
@@ -36,11 +36,12 @@ async def _simulate(text: str, options: SimulationOptions) -> None:
         )
     except SimulatorSettingsError as error:
         raise SettingsError(str(error)) from error
-    async with simulated_fleet(spec, settings, base_port=options.base_port) as fleet:
-        for engine in fleet.engines:
-            engine.drop_live_batches(options.drop_every or None)
-        _show(fleet)
-        await wait_for_stop()
+    with stop_event() as stopped:
+        async with simulated_fleet(spec, settings, base_port=options.base_port) as fleet:
+            for engine in fleet.engines:
+                engine.drop_live_batches(options.drop_every or None)
+            _show(fleet)
+            await stopped.wait()
 
 
 def _show(fleet: RunningFleet) -> None:

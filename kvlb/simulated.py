@@ -1,5 +1,6 @@
 """Simulated fleets as the commands use them: started with clear errors, shown with their addresses."""
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -7,6 +8,9 @@ from kvlb.errors import SettingsError
 from simulator.core.errors import SettingsError as SimulatorSettingsError
 from simulator.core.settings import EngineSettings
 from simulator.service import FleetSpec, RunningEngine, RunningFleet, running_fleet
+
+PORTS_PER_ENGINE = 3
+"""HTTP, events, replay."""
 
 
 def parse_fleet(text: str) -> FleetSpec:
@@ -22,19 +26,25 @@ async def simulated_fleet(
     spec: FleetSpec, settings: EngineSettings, *, base_port: int = 0
 ) -> AsyncIterator[RunningFleet]:
     """Run simulated engines on this machine until the block ends."""
-    started = False
-    try:
-        async with running_fleet(spec, engine=settings, base_port=base_port) as fleet:
-            started = True
-            yield fleet
-    except BaseExceptionGroup as group:
-        if started or group.subgroup((OSError, TimeoutError)) is None:
-            raise
-        last = base_port + 3 * len(spec.roles) - 1
-        raise SettingsError(
-            f"a port from {base_port} to {last} is in use; choose another --base-port, "
-            "or leave it out to take free ones"
-        ) from group
+    for port in range(base_port, base_port + PORTS_PER_ENGINE * len(spec.roles)):
+        if base_port and not _is_free(port):
+            raise SettingsError(
+                f"can't listen on port {port}; choose another --base-port, "
+                "or leave it out to take free ones"
+            )
+    async with running_fleet(spec, engine=settings, base_port=base_port) as fleet:
+        yield fleet
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # A port that was served until a moment ago can be listened on again.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError):
+            return False
+    return True
 
 
 def instance_option(engine: RunningEngine) -> str:

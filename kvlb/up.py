@@ -1,6 +1,5 @@
 """`kvlb up`: indexer and balancer in one process, and with `--simulate` the engines too."""
 
-import asyncio
 import os
 import time
 from contextlib import AsyncExitStack
@@ -10,9 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from balancer.server import stop_on_signals
 from kvlb.errors import SettingsError
-from kvlb.event_loop import run_command
+from kvlb.event_loop import run_command, stop_event
 from kvlb.logs import configure_logs
 from kvlb.running import RunningKvlb, run_kvlb
 from kvlb.settings import KvlbSettings, Overrides, load_settings
@@ -34,9 +32,8 @@ def up(overrides: Overrides, *, config: Path | None, simulate: str | None) -> No
 
 async def _up(overrides: Overrides, config: Path | None, simulate: str | None) -> None:
     started_s = time.monotonic()
-    stop = asyncio.Event()
     async with AsyncExitStack() as stack:
-        stack.enter_context(stop_on_signals(stop))
+        stop = stack.enter_context(stop_event())
         model = UNKNOWN_MODEL
         if simulate is not None:
             engines = EngineSettings()

@@ -23,6 +23,8 @@ _FIRST_RELEASE_WITH_TOPIC = (0, 26, 0)
 _FIRST_RELEASE_WITH_LARGE_QUEUE = (0, 33, 0)
 _OLD_QUEUE_MESSAGES = 1000
 _LIVE_QUEUE_MESSAGES = 100_000
+_BIND_S = 5.0
+_BIND_PAUSE_S = 0.02
 
 
 class EventPublisher:
@@ -59,11 +61,11 @@ class EventPublisher:
         """The newest number used, -1 before the first."""
         return self._next_seq - 1
 
-    def bind(self, host: str, events_port: int, replay_port: int | None) -> None:
-        """Listen; raises zmq.ZMQError if a port is taken."""
-        self._live.bind(f"tcp://{host}:{events_port}")
+    async def bind(self, host: str, events_port: int, replay_port: int | None) -> None:
+        """Listen; after a stop the system may need a moment to give the ports back."""
+        await _bind(self._live, f"tcp://{host}:{events_port}")
         if replay_port is not None:
-            self._replay.bind(f"tcp://{host}:{replay_port}")
+            await _bind(self._replay, f"tcp://{host}:{replay_port}")
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Send one batch."""
@@ -101,3 +103,23 @@ class EventPublisher:
         """Free the ports; what wasn't sent is lost, as with a killed process."""
         self._live.close(linger=0)
         self._replay.close(linger=0)
+
+
+async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> None:
+    """Bind as soon as the port is free; raises TimeoutError naming it if it doesn't get so."""
+    try:
+        async with asyncio.timeout(_BIND_S):
+            while True:
+                if _is_bound(socket, endpoint):
+                    return
+                await asyncio.sleep(_BIND_PAUSE_S)
+    except TimeoutError as error:
+        raise TimeoutError(f"{endpoint} is in use") from error
+
+
+def _is_bound(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> bool:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError:
+        return False
+    return True

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Literal, Self
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from simulator.application import EngineApplication
@@ -28,8 +27,6 @@ _ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "m": "mixed"}
 _LARGEST_FLEET = 256
 _PORT_ATTEMPTS = 100
 _PORT_RANGE = (15_000, 32_000)
-_REBIND_S = 5.0
-_REBIND_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +117,18 @@ class RunningEngine:
 
     async def start(self, group: asyncio.TaskGroup) -> None:
         """Begin a new life: empty caches, sequence numbers from 0, the same ports."""
+        listener = _listen(self._surroundings.host, self._ports.http)
         engine = SimulatedEngine(self.settings, self._surroundings)
-        if self.settings.events:
-            await self._bind_publishers(engine)
-        application = EngineApplication(engine, self._render_sources())
-        server = HttpServer(application)
-        await server.start(_listen(self._surroundings.host, self._ports.http))
+        server = HttpServer(EngineApplication(engine, self._render_sources()))
+        try:
+            if self.settings.events:
+                await self._bind_publishers(engine)
+            await server.start(listener)
+        except BaseException:
+            # An open ZMQ socket would keep the whole process from ending.
+            engine.close()
+            listener.close()
+            raise
         for rank in engine.ranks:
             self._tasks.append(group.create_task(rank.run()))
             self._tasks.append(group.create_task(rank.publisher.run_replay()))
@@ -144,18 +147,11 @@ class RunningEngine:
         self._engine = self._server = None
 
     async def _bind_publishers(self, engine: SimulatedEngine) -> None:
-        """Bind all ranks; after a stop the system may need a moment to give the ports back."""
         for index, rank in enumerate(engine.ranks):
             replay_port = self._ports.replay + index if self.settings.replay else None
-            async with asyncio.timeout(_REBIND_S):
-                while True:
-                    try:
-                        rank.publisher.bind(
-                            self._surroundings.host, self._ports.events + index, replay_port
-                        )
-                        break
-                    except zmq.ZMQError:
-                        await asyncio.sleep(_REBIND_PAUSE_S)
+            await rank.publisher.bind(
+                self._surroundings.host, self._ports.events + index, replay_port
+            )
 
     def _render_sources(self) -> dict[str, dict[str, object]]:
         """What /kv_event_sources says: wildcards for the sockets we listen on, as vLLM does."""
@@ -238,29 +234,25 @@ async def running_fleet(
 def _create_engines(
     spec: FleetSpec, settings: EngineSettings, surroundings: Surroundings, base_port: int
 ) -> tuple[RunningEngine, ...]:
+    # One stretch for the whole fleet, so that no two of its engines can pick the same port.
+    first_port = base_port or _find_free_ports(
+        surroundings, len(spec.roles) * (1 + 2 * settings.dp_size)
+    )
     numbers = dict.fromkeys(_ROLES.values(), 0)
     engines = []
     for index, role in enumerate(spec.roles):
         name = f"{role[0]}{numbers[role]}"
         numbers[role] += 1
-        ports = _choose_ports(settings, surroundings, base_port, index, len(spec.roles))
+        ports = _choose_ports(settings, first_port, index, len(spec.roles))
         engines.append(RunningEngine(name, role, settings, ports, surroundings))
     return tuple(engines)
 
 
-def _choose_ports(
-    settings: EngineSettings, surroundings: Surroundings, base_port: int, index: int, engines: int
-) -> _Ports:
-    """Count up from the base port (HTTP first, then events, then replay), or take free ones."""
+def _choose_ports(settings: EngineSettings, base_port: int, index: int, engines: int) -> _Ports:
+    """Count up from the base port: HTTP first, then events, then replay."""
     ranks = settings.dp_size
-    if base_port:
-        events = base_port + engines + index * ranks
-        return _Ports(http=base_port + index, events=events, replay=events + engines * ranks)
-    return _Ports(
-        http=_find_free_ports(surroundings, 1),
-        events=_find_free_ports(surroundings, ranks),
-        replay=_find_free_ports(surroundings, ranks),
-    )
+    events = base_port + engines + index * ranks
+    return _Ports(http=base_port + index, events=events, replay=events + engines * ranks)
 
 
 def _find_free_ports(surroundings: Surroundings, count: int) -> int:
@@ -286,6 +278,10 @@ def _is_free(host: str, port: int) -> bool:
 def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
     listener.setblocking(False)
+    try:
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
     return listener

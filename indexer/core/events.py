@@ -149,6 +149,8 @@ _MAPS: Final = msgspec.msgpack.Decoder(_MapBatch)
 _ARRAYS: Final = msgspec.msgpack.Decoder(_ArrayBatch)
 _ANYTHING: Final = msgspec.msgpack.Decoder()
 
+# Enum members are looked up slowly; this one is used for every event.
+_GPU: Final = Tier.GPU
 _TIER_OF_MEDIUM: Final = {
     None: Tier.GPU,
     "GPU": Tier.GPU,
@@ -194,7 +196,7 @@ def _normalise(sent: _MapEvent | _ArrayEvent) -> Event:
             None if parent is None else _unsigned(parent),
             sent.token_ids,
             sent.block_size,
-            Tier.GPU if medium == "GPU" else _tier_of(medium),
+            _GPU if medium == "GPU" else _tier_of(medium),
             # Adapter ids begin at 1; 0 has meant "no adapter".
             sent.lora_name or (f"#{lora_id}" if lora_id else None),
             sent.extra_keys,
@@ -207,7 +209,7 @@ def _normalise(sent: _MapEvent | _ArrayEvent) -> Event:
         medium = sent.medium
         return BlockRemoved(
             _unsigned_all(sent.block_hashes),
-            Tier.GPU if medium == "GPU" else _tier_of(medium),
+            _GPU if medium == "GPU" else _tier_of(medium),
             sent.group_idx or 0,
         )
     return AllBlocksCleared()

@@ -119,7 +119,7 @@ class FullGroup:
         if node is None or extras or not self._extend(node, hashes, packed, tier):
             self._place(event, node, packed, extras, tier)
             if parent is None and node is not None:
-                self.tree.prune(node)
+                self.tree.discard_root(node)
         if self._named is not None:
             self._named += hashes
         if self.orphans:
@@ -149,21 +149,21 @@ class FullGroup:
 
     def _extend(self, node: Node, hashes: Sequence[EngineHash], packed: bytes, tier: int) -> bool:
         """Add the blocks at once if all are new; False if some aren't. The common case."""
+        tree, held = self.tree, self._held[tier]
+        if len(hashes) == 1:
+            only = hashes[0]
+            key = block_key(tree.key(node), packed)
+            if only in held or tree.has(key) or self._node_of(only) is not None:
+                return False
+            held[only] = tree.add_leaf(node, key, tier)
+            return True
         for known in (*self._held, self._ghosts):
             if known and not known.keys().isdisjoint(hashes):
                 return False
-        tree = self.tree
-        if len(hashes) == 1:
-            key = block_key(tree.key(node), packed)
-            if tree.has(key):
-                return False
-            self._held[tier][hashes[0]] = tree.add_leaf(node, key, tier)
-            return True
         keys = block_keys(tree.key(node), packed, self.spec.block_size)
         if not tree.lacks(keys):
             return False
-        nodes = tree.add_chain(node, keys, tier)
-        self._held[tier].update(zip(hashes, nodes, strict=True))
+        held.update(zip(hashes, tree.add_chain(node, keys, tier), strict=True))
         return True
 
     def _place(
@@ -237,13 +237,13 @@ class FullGroup:
             _decrement(self._twins, (node, tier))
             return
         left = self.tree.release(node, tier)
-        if left:
-            if self._ghost_hashes:
-                for gone in left:
-                    self._forget_ghost(gone)
-        elif not self.tree.is_held(node):
-            self._ghosts[engine_hash] = node
-            self._ghost_hashes[node] = engine_hash
+        if left is None:
+            if not self.tree.is_held(node):
+                self._ghosts[engine_hash] = node
+                self._ghost_hashes[node] = engine_hash
+        elif left and self._ghost_hashes:
+            for gone in left:
+                self._forget_ghost(gone)
 
     def _forget_ghost(self, node: Node) -> None:
         engine_hash = self._ghost_hashes.pop(node, None)

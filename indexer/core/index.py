@@ -127,8 +127,7 @@ class Prompt:
         return min(max(0, self.tokens - 1), self._creditable_tokens) // block_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixMatch:
+class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a prompt's beginning one rank holds. `tokens` never counts a gap."""
 
     tokens_by_tier: Mapping[Tier, int]

@@ -18,7 +18,7 @@ Rules:
    `self_parent`, `mixed_block_size`, `bad_token`, `unsupported_group`, `unaligned_tokens`; about
    blocks: `orphan_parked`, `orphan_evicted`, `unknown_placeholder`, `unknown_removal`.
 
-Cost: about 1 µs per block in long events, 3 µs per event of one block.
+Cost: 0.8 µs per block in long events, 3 µs to store and 1.3 µs to remove a single one.
 """
 
 from collections import Counter
@@ -49,6 +49,9 @@ _KIND_OF: Final = {
     "mamba": GroupKind.STATE,
 }
 _TIER_NUMBER: Final = {tier: number for number, tier in enumerate(TIERS)}
+
+# Enum members hash and are looked up slowly; these are used for every event.
+_GPU: Final = Tier.GPU
 
 Group = FullGroup | WindowGroup
 
@@ -96,8 +99,8 @@ class RankBlocks:
 
     @property
     def held_blocks(self) -> int:
-        """Reachable full-attention blocks, each counted once whatever its copies and tiers."""
-        return sum(group.tree.shown_blocks for group in self._fulls)
+        """Reachable blocks of full groups, each counted once whatever its copies and tiers."""
+        return sum(group.tree.reachable_blocks for group in self._fulls)
 
     @property
     def groups(self) -> Mapping[int, GroupSpec]:
@@ -130,7 +133,7 @@ class RankBlocks:
     def _remove(self, event: BlockRemoved) -> None:
         group = self._groups.get(event.group)
         if group is not None:
-            group.remove(event.hashes, _TIER_NUMBER[event.tier])
+            group.remove(event.hashes, 0 if event.tier is _GPU else _TIER_NUMBER[event.tier])
         elif event.hashes:
             self.counts["unknown_removal"] += len(event.hashes)
 
@@ -149,7 +152,7 @@ class RankBlocks:
             return
         group = self._group_for(event)
         if group is not None:
-            group.store(event, _TIER_NUMBER[event.tier])
+            group.store(event, 0 if event.tier is _GPU else _TIER_NUMBER[event.tier])
 
     def _recall(self, hashes: Sequence[EngineHash], event: BlockStored) -> None:
         group = self._groups.get(event.group)

@@ -34,7 +34,7 @@ def _routed(run: PolicyRun) -> Table:
     for name in ("prompt", "overlap", "cached", "TTFT"):
         table.add_column(name, justify="right")
     table.add_column("reason", no_wrap=True)
-    for each, after in zip(run.requests, (*run.requests[1:], None), strict=True):
+    for each, after in zip(run.requests, (*run.requests[1:], None), strict=False):
         table.add_row(
             f"{each.conversation}.{each.turn}",
             each.instance,

@@ -1,7 +1,8 @@
-r"""Renders chat messages into the text that is tokenized: ChatML with tools as JSON.
+"""Renders chat messages into the text that is tokenized: ChatML with tools as JSON.
 
-`<|im_start|>role\ncontent<|im_end|>\n` per message, then `<|im_start|>assistant\n` for the
-answer. Tools go into a system block before everything else. Text parts are joined by newlines.
+Per message `<|im_start|>role`, a newline, the content, `<|im_end|>`, a newline; then the head of
+the assistant's answer. Tools go into a system block before everything else. Text parts are joined
+by newlines.
 Cost: linear in the length of the text.
 """
 

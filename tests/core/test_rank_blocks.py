@@ -207,6 +207,16 @@ def test_twin_hashes_of_one_key_hold_it_together(rank: Rank) -> None:
     assert rank.blocks.tracked_entries() == 0
 
 
+def test_chain_of_twins_shares_every_node(rank: Rank) -> None:
+    """A second tenant's chain of the same tokens adds hashes, not blocks."""
+    rank.apply(stored(1, 2))
+
+    rank.apply(stored(1, 2, hashes=hashes_of([11, 12])), removed(1, 2))
+    assert rank.held() == set(keys_of(1, 2))
+    rank.apply(removed(11, 12))
+    assert rank.blocks.tracked_entries() == 0
+
+
 # Tiers
 
 
@@ -240,6 +250,15 @@ def test_f17_placeholder_takes_its_key_from_the_known_block(rank: Rank) -> None:
     rank.apply(placeholder(1, tier=Tier.CPU), placeholder(9, tier=Tier.CPU))
     assert rank.held(tier=Tier.CPU) == rank.held() == set(keys_of(1))
     assert rank.blocks.counts == {"unknown_placeholder": 1}
+
+
+def test_placeholder_of_a_kept_block_brings_it_back(rank: Rank) -> None:
+    """A block that left the GPU but is kept for its descendants is still known by its hash."""
+    rank.apply(stored(1, 2, 3), removed(2))
+
+    rank.apply(placeholder(2, tier=Tier.CPU))
+    assert rank.held() == {keys_of(1)[0], keys_of(1, 2, 3)[2]}
+    assert rank.held(tier=Tier.CPU) == {keys_of(1, 2)[1]}
 
 
 def test_placeholder_of_an_unknown_group_is_counted(rank: Rank) -> None:
@@ -572,6 +591,18 @@ def test_window_blocks_are_named_by_the_full_group_of_the_same_batch(rank: Rank)
     assert rank.held(group=3) == set(keys_of(1, 2, 3))
 
 
+def test_several_window_groups_are_named_by_one_full_group(rank: Rank) -> None:
+    """Gemma publishes three of them before the full group, and more may show later."""
+    rank.apply(window(2, group=0), window(2, group=1), full(1, 2))
+
+    rank.apply(window(1, group=2))
+    assert [rank.held(group=each) for each in range(3)] == [
+        {keys_of(1, 2)[1]},
+        {keys_of(1, 2)[1]},
+        set(keys_of(1)),
+    ]
+
+
 def test_window_blocks_wait_for_their_name(rank: Rank) -> None:
     """The full group may name a hash batches later, even as an orphan's descendant."""
     rank.apply(window(2, 3), full(2, 3, parent=1))
@@ -723,6 +754,11 @@ names = st.integers(1, 6)
 chains = st.lists(st.lists(names, min_size=1, max_size=5, unique=True), max_size=6)
 
 
+def salt_of(chain: Sequence[int]) -> str | None:
+    """Chains that begin with one of three blocks are another tenant's."""
+    return "tenant" if chain[0] % 2 else None
+
+
 def announcements(chains: Sequence[Sequence[int]], draw: random.Random) -> Iterator[BlockStored]:
     """The chains as an engine announces them, hash = whole prefix, cut at random places."""
     for chain in chains:
@@ -734,6 +770,7 @@ def announcements(chains: Sequence[Sequence[int]], draw: random.Random) -> Itera
                 *chain[start:end],
                 hashes=prefixes[start:end],
                 parent=prefixes[start - 1] if start else None,
+                extra_keys=None if start else [[salt_of(chain)] if salt_of(chain) else None],
             )
             start = end
 
@@ -749,7 +786,7 @@ def test_any_order_of_stores_ends_in_the_same_blocks(
 
     for event in events:
         rank.apply(event)
-    assert rank.held() == {key for chain in chains for key in keys_of(*chain)}
+    assert rank.held() == {key for chain in chains for key in keys_of(*chain, salt=salt_of(chain))}
     assert rank.blocks.orphans == 0
 
 
@@ -781,3 +818,41 @@ def test_batching_changes_nothing(chains: list[list[int]], draw: random.Random) 
         one_by_one.apply(event)
     at_once.apply(*events)
     assert one_by_one.shown == at_once.shown
+
+
+small = st.integers(1, 5)
+any_stores = st.builds(
+    BlockStored,
+    hashes=st.lists(small.map(EngineHash), max_size=3),
+    parent=st.none() | small.map(EngineHash),
+    token_ids=st.lists(st.integers(-1, 2), max_size=6),
+    block_size=st.integers(-1, 3),
+    tier=st.sampled_from(Tier),
+    lora=st.none() | st.just("ad1"),
+    extra_keys=st.none()
+    | st.lists(st.none() | st.lists(st.sampled_from(["ad1", "salt", 3, b"x", ["i", 1]]))),
+    group=st.integers(0, 2),
+    kind=st.sampled_from([None, "full_attention", "sliding_window", "mamba", "sparse"]),
+    window_tokens=st.none() | small,
+)
+any_removals = st.builds(
+    BlockRemoved,
+    hashes=st.lists(small.map(EngineHash), max_size=3),
+    tier=st.sampled_from(Tier),
+    group=st.integers(0, 2),
+)
+any_events = st.lists(any_stores | any_removals | st.just(CLEARED), max_size=12)
+
+
+@given(st.lists(any_events, max_size=6))
+def test_whatever_comes_is_applied_and_a_clear_leaves_nothing(
+    batches: list[list[BlockStored | BlockRemoved | AllBlocksCleared]],
+) -> None:
+    """No event raises, no key is told twice, and nothing survives a reset."""
+    rank = Rank(max_parked_blocks=3)
+
+    for events in batches:
+        rank.apply(*events)
+    rank.apply(CLEARED)
+    assert rank.shown == set()
+    assert rank.blocks.tracked_entries() == 0

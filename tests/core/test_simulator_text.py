@@ -73,6 +73,15 @@ def test_next_turn_extends_the_prompt_with_the_answer() -> None:
     assert second.startswith(first + "a<|im_end|>\n")
 
 
+@given(st.lists(TEXT, min_size=1, max_size=5))
+def test_a_conversation_s_prompt_only_grows(contents: list[str]) -> None:
+    """Without generation head each turn's prompt begins with that of the turn before."""
+    messages = [{"role": "user", "content": content} for content in contents]
+    shorter = render_chat(messages[:-1], add_generation_prompt=False)
+
+    assert render_chat(messages, add_generation_prompt=False).startswith(shorter)
+
+
 def test_tools_come_before_everything_else() -> None:
     """Tool descriptions are part of the prompt."""
     text = render_chat([{"role": "user", "content": "u"}], tools=[{"name": "f"}])

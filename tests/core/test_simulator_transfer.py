@@ -1,15 +1,18 @@
 """Prefill on one simulated rank, decode on another, in virtual time."""
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simulator.core.engine import EngineCore
 from simulator.core.generation import FixedTokens
 from simulator.core.settings import EngineSettings, parse_version
-from simulator.core.transfer import SideChannel, TransferDirectory
+from simulator.core.transfer import Reservations, SideChannel, TransferDirectory
 from simulator.core.types import BlockStored, EngineRequest, KvEvent, RemotePrefill, TokenOutput
 
 SETTINGS = EngineSettings(
@@ -332,3 +335,39 @@ def test_parameters_have_the_fields_of_their_release(
     assert newest_field is None or list(params)[-1] == newest_field
     assert isinstance(params["remote_block_ids"][0], list) == (parse_version(version) >= (0, 21, 0))
     assert pair.run_decode(params)[-1].token_id == 1002
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["reserve", "read", "release", "renew", "expire"]), st.integers(0, 5)
+    ),
+    max_size=40,
+)
+
+
+@given(operations)
+def test_every_reservation_ends_once(steps: list[tuple[str, int]]) -> None:
+    """What was reserved is open, released or expired, and its blocks are freed exactly once."""
+    freed: list[int] = []
+    kept = Reservations(SETTINGS, freed.extend)
+    reserved = 0
+    for now_s, (operation, number) in enumerate(steps):
+        remote = RemotePrefill(
+            engine_id="p", request_id=str(number), block_ids=(), prefill_cached_tokens=None
+        )
+        match operation:
+            case "reserve":
+                kept.release(remote)
+                kept.reserve(str(number), [reserved], array("I", [number]), now_s * 10)
+                reserved += 1
+            case "read":
+                kept.read(remote, array("I", [number]))
+            case "release":
+                kept.release(remote)
+            case "renew":
+                kept.renew(remote, now_s * 10)
+            case _:
+                kept.expire(now_s * 10)
+
+    assert kept.open + kept.released + kept.expired == reserved
+    assert len(freed) == len(set(freed)) == reserved - kept.open

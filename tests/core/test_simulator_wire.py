@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simulator.core.settings import parse_version
 from simulator.core.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
@@ -157,3 +159,24 @@ def test_rank_is_the_third_element() -> None:
     payload = EventEncoder((0, 33, 0)).encode_batch([], unix_s=1.0, rank=3)
 
     assert msgspec.msgpack.decode(payload) == [1.0, [], 3]
+
+
+kinds = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
+releases = st.tuples(st.just(0), st.integers(9, 40), st.integers(0, 3))
+
+
+@given(st.lists(kinds, max_size=8), releases)
+def test_every_release_keeps_number_and_order_of_events(
+    wanted: list[str], release: tuple[int, int, int]
+) -> None:
+    """Whatever the form, the tags come out as the events went in."""
+    made: dict[str, KvEvent] = {
+        "BlockStored": stored(),
+        "BlockRemoved": BlockRemoved(HASH),
+        "AllBlocksCleared": AllBlocksCleared(),
+    }
+    payload = EventEncoder(release).encode_batch([made[kind] for kind in wanted], unix_s=1, rank=0)
+
+    sent = msgspec.msgpack.decode(payload)[1]
+    tags = [event["type"] if isinstance(event, dict) else event[0] for event in sent]
+    assert tags == wanted

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -107,3 +108,22 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [int(each.getsockname()[1]) for each in sockets]
+
+
+@pytest.fixture
+def free_range() -> Callable[[int], int]:
+    """A factory of the first of so many neighbouring ports that nobody listens on."""
+    return _free_range
+
+
+def _free_range(count: int) -> int:
+    # Below the range from which the system takes ports for outgoing connections.
+    for first in Random().sample(range(10_000, 15_000), k=100):  # noqa: S311 - no secret
+        if all(_is_free(first + offset) for offset in range(count)):
+            return first
+    raise AssertionError(f"no {count} neighbouring free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

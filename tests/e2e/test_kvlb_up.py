@@ -94,7 +94,23 @@ async def test_up_finishes_what_runs_and_ends(
         rest = [line async for line in lines if line]
 
     assert rest[-1] == "data: [DONE]"
-    assert await command.stop(number) == 0
+    assert await command.process.wait() == 0
+    assert "Traceback" not in command.output
+
+
+async def test_second_interrupt_does_not_wait(simulated: tuple[Any, str]) -> None:
+    """Who presses Ctrl-C again wants it to end now, whatever still streams."""
+    command, url = simulated
+    body = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=30) as http,
+        http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
+    ):
+        await anext(answer.aiter_lines())
+        command.process.send_signal(signal.SIGINT)
+        await command.printed("draining_started")
+
+        assert await command.stop(signal.SIGINT, deadline_s=5) == 128 + signal.SIGINT
     assert "Traceback" not in command.output
 
 
@@ -200,3 +216,20 @@ async def test_events_that_nobody_reads_any_more_end_quietly(start_command: Star
 
     assert code == 0
     assert "Traceback" not in command.output
+
+
+async def test_events_show_a_gap_and_its_repair(start_command: StartCommand) -> None:
+    """Every second batch is lost on the wire; each is replayed in its place."""
+    async with start_command("simulate", "1", "--drop-every", "2") as engines:
+        engine = (await engines.printed("kvlb events http")).split()[-1]
+        async with start_command("events", engine, "--limit", "6") as command:
+            await command.printed("trust exact")
+            async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
+                for number in range(8):
+                    body = {"model": "sim", "prompt": [number] * 32, "max_tokens": 1}
+                    await http.post(f"{engine}/v1/completions", json=body)
+            code = await command.process.wait()
+
+    assert code == 0
+    for word in ("stored", "gap 1..1", "replay 1..", "repaired 1..1", "32 tokens", "replayed"):
+        assert word in command.output

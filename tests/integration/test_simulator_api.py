@@ -183,6 +183,72 @@ async def test_usage_rides_on_every_chunk_on_request(api: Api) -> None:
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
 
 
+async def test_chat_stream_ends_with_usage_on_request(api: Api) -> None:
+    """Chat streams count usage at the end as completions do."""
+    *_chunks, usage, end = await api.stream(
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 2,
+            "stream_options": {"include_usage": True},
+        },
+    )
+
+    assert usage["usage"]["completion_tokens"] == 2
+    assert end == "[DONE]"
+
+
+async def test_streamed_token_ids_come_with_the_first_chunk(api: Api) -> None:
+    """`return_token_ids` gives the prompt's ids once and every token's id."""
+    *chunks, _end = await api.stream(
+        "/v1/completions", {"prompt": [7, 8, 9], "max_tokens": 3, "return_token_ids": True}
+    )
+
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[7, 8, 9], None, None]
+    assert bytes(token for choice in choices for token in choice["token_ids"]).decode() == "".join(
+        choice["text"] for choice in choices
+    )
+
+
+async def test_answer_ends_by_itself_and_the_end_has_no_text(api: Api) -> None:
+    """Without a limit that is reached the answer stops; the end token counts but isn't text."""
+    answer = await api.complete(max_tokens=400, return_token_ids=True)
+
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert choice["token_ids"][-1] == 258
+    assert len(choice["text"]) == len(choice["token_ids"]) - 1
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+async def test_nothing_stops_before_min_tokens(api: Api) -> None:
+    """Neither a stop string nor the end of the text counts before `min_tokens`."""
+    free = (await api.complete(max_tokens=60))["choices"][0]["text"]
+    bound = await api.complete(max_tokens=60, min_tokens=30, stop=free[5])
+
+    assert bound["usage"]["completion_tokens"] >= 30
+
+
+async def test_large_body_in_pieces_is_read_whole(api: Api) -> None:
+    """A body larger than one network read is put together."""
+    answer = await api.complete(prompt=[1] * 8000, max_tokens=1)
+
+    assert answer["usage"]["prompt_tokens"] == 8000
+
+
+async def test_body_that_breaks_off_does_no_harm(api: Api) -> None:
+    """A client that leaves while sending is forgotten."""
+    host, port = api.engine.url.removeprefix("http://").split(":")
+    _reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+
+    assert (await api.complete())["usage"]["completion_tokens"] == 4
+
+
 async def test_several_answers_differ_and_the_first_is_the_ordinary_one(api: Api) -> None:
     """`n` gives as many choices and counts the prompt once."""
     single = await api.complete(max_tokens=20)

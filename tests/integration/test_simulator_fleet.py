@@ -243,6 +243,28 @@ async def test_base_port_lays_out_a_fleet(unused_tcp_port: int) -> None:
     assert second.replay_endpoint == f"tcp://127.0.0.1:{base_port + 5}"
 
 
+async def test_port_in_use_is_an_error_and_leaves_nothing_open() -> None:
+    """A fleet that can't have its HTTP port doesn't start, and the port's owner goes on."""
+    async with running_fleet(FleetSpec.parse("1"), engine=FAST) as fleet:
+        port = int(fleet.engines[0].url.rpartition(":")[2])
+        with pytest.raises(ExceptionGroup) as raised:
+            async with running_fleet(FleetSpec.parse("1"), engine=FAST, base_port=port):
+                pass
+
+        assert raised.group_contains(OSError)
+
+
+async def test_event_port_in_use_is_an_error_too() -> None:
+    """The event ports are waited for, since a restart frees them late, but not for ever."""
+    async with running_fleet(FleetSpec.parse("1"), engine=FAST) as fleet:
+        port = int(fleet.engines[0].url.rpartition(":")[2])
+        with pytest.raises(ExceptionGroup) as raised:
+            async with running_fleet(FleetSpec.parse("1"), engine=FAST, base_port=port - 1):
+                pass
+
+        assert raised.group_contains(TimeoutError, match="in use")
+
+
 def test_workload_is_a_function_of_its_seed() -> None:
     """The same seed gives the same conversations, another seed others."""
     assert conversations(1) == conversations(1)

@@ -41,7 +41,16 @@ class Server(uvicorn.Server):
     """Leaves signals alone and says when it listens."""
 
     def __init__(self, app: Any) -> None:
-        super().__init__(uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none"))
+        super().__init__(
+            uvicorn.Config(
+                app,
+                port=0,
+                log_config=None,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=1,
+            )
+        )
         self.listening = asyncio.Event()
 
     @contextlib.contextmanager
@@ -63,11 +72,14 @@ async def serving(app: Any) -> AsyncIterator[Server]:
     """Serve an ASGI application on a free port."""
     server = Server(app)
     async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve())
+        task = group.create_task(server.serve())
         async with asyncio.timeout(5):
             await server.listening.wait()
-        yield server
-        server.should_exit = True
+        try:
+            yield server
+        finally:  # also for a test that failed: a cancelled server leaves its sockets behind
+            server.should_exit = True
+            await asyncio.wait([task])
 
 
 @dataclass
@@ -294,7 +306,7 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
         stop = asyncio.Event()
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:
-            group.create_task(
+            task = group.create_task(
                 serve(
                     app,
                     host="127.0.0.1",
@@ -305,9 +317,12 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
                 )
             )
             url = f"http://127.0.0.1:{await port}"
-            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5) as http:
-                yield Balancer(url=url, http=http, index=index, app=app, stop=stop)
+            try:
+                async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5) as http:
+                    yield Balancer(url=url, http=http, index=index, app=app, stop=stop)
+            finally:
                 stop.set()
+                await asyncio.wait([task])
 
     return start
 

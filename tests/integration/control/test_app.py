@@ -108,8 +108,10 @@ async def test_stop_lets_running_answers_finish(engine: Any, balancer_factory: A
             running = group.create_task(balancer.http.post("/v1/completions", json=IDS))
             await engine.wait_for_calls("/v1/completions", 1)
             balancer.stop.set()
-            await refused(balancer.url)
-            engine.hold.set()
+            try:
+                await refused(balancer.url)
+            finally:
+                engine.hold.set()
 
     assert running.result().status_code == 200
 
@@ -119,9 +121,11 @@ async def refused(url: str) -> None:
     async with asyncio.timeout(5), httpx.AsyncClient(trust_env=False) as http:
         while True:
             try:
-                await http.get(f"{url}/ready")
+                await http.get(f"{url}/health")
             except httpx.ConnectError:
                 return
+            except httpx.TransportError:
+                continue  # it was closing just then
 
 
 async def test_drain_ends_in_time(engine: Any, balancer_factory: Any) -> None:
@@ -164,6 +168,28 @@ async def test_address_in_use_is_told(balancer: Any) -> None:
 
     with pytest.raises(ListenError, match=f"127.0.0.1 port {port}"):
         await serve(app, host="127.0.0.1", port=port, drain_s=1, stop=asyncio.Event())
+
+
+async def test_cancelled_server_closes_what_it_opened(engine: Any) -> None:
+    """Somebody else's crash in the same process is no reason to leave probes running."""
+    config = BalancerConfig(instances=(engine.settings(),))
+    app = create_app(config=config, index=MemoryIndex(), registry=CollectorRegistry())
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(
+            serve(
+                app,
+                host="127.0.0.1",
+                port=0,
+                drain_s=60,
+                stop=asyncio.Event(),
+                on_listening=port.set_result,
+            )
+        )
+        await port
+        task.cancel()
+
+    assert not [each for each in asyncio.all_tasks() if "balancer" in repr(each)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -319,13 +319,13 @@ class DeafExchange:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    async def read_body(self, limit_bytes: int) -> bytes:
+    async def read_body(self, limit_bytes: int) -> bytes:  # noqa: ARG002
         return json.dumps(request()).encode()
 
-    async def start(self, status: int, headers: object) -> None:
+    async def start(self, status: int, headers: object) -> None:  # noqa: ARG002
         raise ClientGoneError("gone")
 
-    async def write(self, chunk: bytes) -> None:
+    async def write(self, chunk: bytes) -> None:  # noqa: ARG002
         raise ClientGoneError("gone")
 
     async def finish(self) -> None:

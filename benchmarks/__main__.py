@@ -1,0 +1,75 @@
+"""Runs every benchmark and writes RESULTS.md: `python -m benchmarks`, or `make bench`.
+
+Each one runs in a process of its own, so that none warms up or fragments another's memory.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One module of this package, and what its table answers."""
+
+    module: str
+    title: str
+    method: str
+
+
+BENCHMARKS = (
+    Benchmark(
+        "micro_index",
+        "Index",
+        "Block keys of a prompt, its match against all ranks, and events applied from encoded "
+        "frames (70 % of blocks in stores of 64, 30 % in stores of one, one removal a store). "
+        "The plainer way runs in the same process, in turn with ours.",
+    ),
+    Benchmark(
+        "micro_plan",
+        "Plan",
+        "One decision (cost of every candidate, prefill or not) on loads as they are mid-flight.",
+    ),
+    Benchmark(
+        "overhead",
+        "Proxied requests",
+        "CPU of the proxy's whole process tree, from /proc, in front of an engine that answers at "
+        "once; nginx, where it is installed, in the same run. The ratio is what carries over to "
+        "another machine.",
+    ),
+)
+
+
+def run(benchmark: Benchmark) -> str:
+    """What the benchmark prints. Raises CalledProcessError if it fails."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark.module}"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def main() -> None:
+    """Run all, write the file."""
+    parts = [
+        (
+            "# Results\n\nWritten by `make bench`; do not edit. Machines are shared and noisy: trust ratios "
+            f"more than times.\n\n{datetime.now(UTC):%Y-%m-%d}, {platform.system()} {platform.machine()}, "
+            f"{os.cpu_count()} cores, Python {platform.python_version()}."
+        )
+    ]
+    for benchmark in BENCHMARKS:
+        print(f"{benchmark.title} ...", file=sys.stderr, flush=True)
+        parts.append(
+            f"## {benchmark.title}\n\n{benchmark.method}\n\nAgain: `python -m benchmarks.{benchmark.module}`\n\n"
+            + run(benchmark)
+        )
+    RESULTS.write_text("\n\n".join(parts) + "\n")
+    print(f"written to {RESULTS}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

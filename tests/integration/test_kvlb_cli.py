@@ -1,0 +1,227 @@
+"""The command line in this process: help, version, options handed on, errors as one line."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import structlog
+from typer.testing import CliRunner
+
+from kvlb import __main__ as entry
+from kvlb.cli import app
+from kvlb.demo.client import ask, open_client
+from kvlb.demo.report import DemoReport, EngineCounts, PolicyRun, judge
+from kvlb.demo.run import DemoOptions, _wait_until_ready, run_demo
+from kvlb.errors import PeerError, SettingsError
+from kvlb.events_view import EventsOptions, _watch
+from kvlb.logs import configure_logs
+from kvlb.running import running_kvlb
+from kvlb.settings import Overrides, load_settings
+from kvlb.simulate import SimulationOptions, _simulate
+from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
+from kvlb.up import _up
+from simulator.core.settings import EngineSettings
+
+COMMANDS = ("up", "simulate", "demo", "events", "explain", "audit")
+CAPTURE = Path(__file__).parent.parent / "captures"
+SIMULATION = SimulationOptions(
+    base_port=0, prefill_tokens_per_s=8000, inter_token_ms=1, drop_every=2
+)
+
+
+@pytest.fixture(autouse=True)
+def default_logs() -> object:
+    """Commands set up logs for their process; other tests keep theirs."""
+    kept = structlog.get_config()
+    yield
+    structlog.configure(**kept)
+
+
+def test_help_lists_every_command() -> None:
+    """And what to type first."""
+    shown = CliRunner().invoke(app, ["--help"]).output
+
+    for word in (*COMMANDS, "kvlb demo", "--instance"):
+        assert word in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    """With what it does, and its options."""
+    result = CliRunner().invoke(app, [command, "--help"])
+
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) > 5
+
+
+def test_version_is_the_distributions() -> None:
+    """One word and a number."""
+    result = CliRunner().invoke(app, ["--version"])
+
+    assert result.output.startswith("kvlb 0.")
+
+
+def test_audit_prints_json_for_programs() -> None:
+    """Exit code 0: everything sent alone is exact or explained."""
+    files = [str(CAPTURE / f"h-lora.{kind}.jsonl.gz") for kind in ("events", "requests")]
+    result = CliRunner().invoke(app, ["audit", *files, "--format", "json"])
+
+    assert result.exit_code == 0
+    assert json.loads(result.output)["unexplained"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["up"], id="up"),
+        pytest.param(["simulate", "2x"], id="simulate"),
+        pytest.param(["simulate", "1", "--base-port", "65535"], id="base-port"),
+        pytest.param(["events", "nowhere"], id="events"),
+        pytest.param(["explain", "{"], id="explain"),
+    ],
+)
+def test_deliberate_error_is_one_line_and_exit_2(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever command it comes from."""
+    monkeypatch.setattr("sys.argv", ["kvlb", *arguments])
+
+    with pytest.raises(SystemExit) as caught:
+        entry.main()
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("kvlb: ")
+
+
+async def until_printed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    printed = ""
+    async with asyncio.timeout(10):
+        while text not in printed:
+            printed += capsys.readouterr().out
+            await asyncio.sleep(0.01)
+    return printed
+
+
+async def test_up_runs_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Simulated engines, a banner, and an end in peace."""
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_up(Overrides(port=0, policy="session"), None, "1p1d"))
+        shown = await until_printed("kvlb explain", capsys)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+
+    assert "policy session" in shown
+    assert "p0" in shown
+
+
+async def test_simulate_runs_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints the line that balances over its engines."""
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_simulate("1p1d", SIMULATION))
+        shown = await until_printed("kvlb events", capsys)
+        os.kill(os.getpid(), signal.SIGINT)
+        await running
+
+    assert "role=prefill,alias=p0 --instance" in shown
+
+
+async def test_simulate_refuses_a_rate_that_cannot_be() -> None:
+    """The engine's own word, as a setting to change."""
+    impossible = SimulationOptions(
+        base_port=0, prefill_tokens_per_s=0, inter_token_ms=1, drop_every=0
+    )
+
+    with pytest.raises(SettingsError, match="prefill_tokens_per_s"):
+        await _simulate("1", impossible)
+
+
+async def test_events_run_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stream that is idle ends as well."""
+    async with simulated_fleet(parse_fleet("1"), EngineSettings()) as fleet:
+        options = EventsOptions(
+            engine=fleet.engines[0].url, replay=None, start=None, limit=None, as_json=True
+        )
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(_watch(options))
+            shown = await until_printed("fresh", capsys)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await running
+
+    assert [json.loads(line)["what"] for line in shown.splitlines()] == ["following", "trust"]
+
+
+async def test_demo_judges_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two small runs, one verdict of five criteria. Whether it passes is for the real sizes."""
+    monkeypatch.setattr("kvlb.demo.stage.ANSWER_ALLOWANCE_S", 0.1)
+    monkeypatch.setattr("kvlb.demo.play.ANSWER_ALLOWANCE_S", 0.1)
+    monkeypatch.setattr("kvlb.demo.stage.PREFILL_TOKENS_PER_S", 60_000.0)
+
+    report = await run_demo(DemoOptions(seed=1, conversations=2, turns=2))
+
+    assert [len(run.requests) for run in (report.ours, report.theirs)] == [4, 4]
+    assert len(report.criteria) == 5
+
+
+def test_logs_are_json_lines_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody watches a pipe; standard output stays for results."""
+    configure_logs()
+    structlog.get_logger().info("instance_ready", instance="d0")
+
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert json.loads(printed.err)["event"] == "instance_ready"
+
+
+async def test_demo_fails_if_a_request_fails() -> None:
+    """A demo that hides errors shows nothing."""
+    async with (
+        simulated_fleet(parse_fleet("1"), EngineSettings()) as fleet,
+        open_client(fleet.engines[0].url) as client,
+    ):
+        with pytest.raises(PeerError, match="a request of the demo failed"):
+            await ask(
+                client,
+                model="absent",
+                messages=[{"role": "user", "content": "Hello"}],
+                max_tokens=1,
+                clock=time.monotonic,
+            )
+
+
+async def test_fleet_that_is_never_ready_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the time that was waited."""
+    monkeypatch.setattr("kvlb.demo.run.READY_S", 0.2)
+    async with simulated_fleet(parse_fleet("1"), EngineSettings()) as fleet:
+        options = (instance_option(fleet.engines[0]),)
+        settings = load_settings(None, Overrides(instances=options, port=0), {})
+        async with running_kvlb(settings) as kvlb:
+            with pytest.raises(PeerError, match="not ready"):
+                await _wait_until_ready(kvlb, engines=2)
+
+
+def test_demo_prints_its_report_and_its_verdict_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1 if a criterion fails, for people and programs alike."""
+    empty = PolicyRun(
+        policy="kvlb",
+        requests=(),
+        counts=EngineCounts(prompt_tokens=0, prefilled_tokens=0),
+        duration_s=0,
+    )
+
+    async def nothing(_: DemoOptions) -> DemoReport:
+        return judge(empty, empty)
+
+    monkeypatch.setattr("kvlb.demo.run.run_demo", nothing)
+
+    as_table = CliRunner().invoke(app, ["demo"])
+    as_json = CliRunner().invoke(app, ["demo", "--format", "json"])
+
+    assert (as_table.exit_code, as_json.exit_code) == (1, 1)
+    assert "FAIL" in as_table.output
+    assert json.loads(as_json.output)["passed"] is False
