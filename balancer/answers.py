@@ -4,7 +4,8 @@ Rules:
 
 1. Status, end-to-end headers and body pass unchanged; ours are added (`x-kvlb-*`).
 2. An event stream passes event by event, anything else as it comes. What isn't a stream is held
-   until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502.
+   until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502. A larger one
+   passes as it comes, and its usage stays unknown.
 3. A stream that breaks before `[DONE]` ends for the client in an error event and a broken
    connection, never in an end that looks like one.
 """
@@ -26,7 +27,6 @@ from balancer.exchange import Exchange
 from balancer.legs import DecodeAnswer
 
 _MAX_HELD_BYTES: Final = 1024 * 1024
-_MAX_READ_BYTES: Final = 16 * 1024 * 1024
 
 
 class AnswerPasser:
@@ -190,7 +190,7 @@ def _is_event_stream(headers: Headers) -> bool:
 
 
 def _note_body(decoded: DecodeAnswer, body: bytearray) -> None:
-    head = decode_head(body) if len(body) <= _MAX_READ_BYTES else None
+    head = decode_head(body)
     _note_usage(decoded, read_usage(head.usage) if head else None)
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import structlog
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from balancer.config import BalancerConfig
-from balancer.connectors.available import connectors
-from balancer.core.control_settings import name_instances
+from balancer.connectors.available import connector_conflicts, connectors
 from balancer.core.decision_log import DecisionLog
 from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts
@@ -29,10 +29,10 @@ from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import named_policy
 from balancer.core.record import RequestRecord
 from balancer.dataplane import DataPlane
-from balancer.engines import EngineClient
+from balancer.engine_client import EngineClient
 from balancer.exchange import AsgiExchange
 from balancer.fleet import FleetKeeper
-from balancer.metrics import BalancerMetrics
+from balancer.metrics import BalancerMetrics, FleetCollector
 from balancer.router import Router
 from balancer.routes import Surface, create_routes
 from balancer.token_pool import TokenPool
@@ -42,14 +42,16 @@ from indexer.core.index import BlockIndex
 
 DECISIONS_KEPT = 1000
 
+logger = structlog.stdlib.get_logger(__name__)
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Time and chance, so that tests can hold them still."""
+class TimeAndChance:
+    """What every process has, handed in so that tests can hold it still."""
 
     clock: Callable[[], float] = time.monotonic
     random: Callable[[], float] = random.random
@@ -67,6 +69,8 @@ class App:
         self._dataplane = dataplane
         self.keeper = keeper
         self.ledger = ledger
+        self.broken = asyncio.Event()
+        """Set once something has ended that the balancer can't do without: stop serving."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Hand engines' paths to the data plane, everything else to the web framework."""
@@ -79,6 +83,11 @@ class App:
         """From now on `/ready` says no; what runs goes on."""
         self._routes.state.is_draining = True
 
+    def break_down(self) -> None:
+        """From now on `/health` and `/ready` say no, and whoever serves this has to end."""
+        self._routes.state.is_broken = True
+        self.broken.set()
+
 
 def create_app(
     *,
@@ -86,13 +95,14 @@ def create_app(
     index: BlockIndex,
     registry: CollectorRegistry,
     index_status: Callable[[], RankFacts] | None = None,
-    ports: Ports | None = None,
+    surroundings: TimeAndChance | None = None,
 ) -> App:
     """Build everything. `config` has been through `check_config`.
 
     `index_status` tells trust, epoch and held blocks by rank for `/status`.
     """
-    return _Builder(config, index, registry, ports or Ports()).build(index_status or dict)
+    builder = _Builder(config, index, registry, surroundings or TimeAndChance())
+    return builder.build(index_status or dict)
 
 
 class _Builder:
@@ -103,34 +113,42 @@ class _Builder:
         config: BalancerConfig,
         index: BlockIndex,
         registry: CollectorRegistry,
-        ports: Ports,
+        surroundings: TimeAndChance,
     ) -> None:
         self._config = config
         self._index = index
         self._registry = registry
-        self._ports = ports
+        self._surroundings = surroundings
         self._engine_keys = config.engine_keys()
         self._engines = EngineClient(api_keys=self._engine_keys, timeout_s=config.probes.timeout_s)
         self._keeper = FleetKeeper(
-            name_instances(config.instances),
+            config.instances,
             prober=self._engines,
             settings=config.probes,
             on_change=self._on_fleet,
         )
         self._known = self._keeper.snapshot()
+        self._conflicts: list[str] = []
         self._ledger = LocalLedger(
-            clock=ports.clock, max_predicted_blocks=config.routing.max_predicted_blocks
+            clock=surroundings.clock, max_predicted_blocks=config.routing.max_predicted_blocks
         )
-        self._metrics = BalancerMetrics(registry, self._keeper.snapshot, self._ledger)
+        self._metrics = BalancerMetrics(registry, self._keeper.snapshot)
+        collector = FleetCollector(
+            fleet=self._keeper.snapshot,
+            ledger=self._ledger,
+            unknown_ranks=lambda: self._router.unknown_ranks,
+            fleet_bugs=lambda: self._keeper.bugs,
+        )
+        registry.register(collector)
         self._decisions = DecisionLog(limit=DECISIONS_KEPT)
         self._pool = TokenPool(
             config.tokens.models,
             workers=config.tokens.workers,
             cache_bytes=config.tokens.cache_bytes,
-            strftime_now=ports.strftime_now,
+            strftime_now=surroundings.strftime_now,
         )
         self._reader = PromptReader(
-            settings=config.tokens, pool=self._pool, engine=self._engines, clock=ports.clock
+            settings=config.tokens, pool=self._pool, engine=self._engines, clock=surroundings.clock
         )
         self._router = Router(
             index=index,
@@ -138,8 +156,8 @@ class _Builder:
             policy=named_policy(config.routing.policy),
             settings=config.routing,
             pd=config.pd,
-            random=ports.random,
-            clock=ports.clock,
+            random=surroundings.random,
+            clock=surroundings.clock,
             on_lookup=self._metrics.on_lookup,
         )
         settings = config.dataplane
@@ -160,8 +178,8 @@ class _Builder:
             settings=self._config.dataplane,
             on_record=self._on_record,
             report_health=self._keeper.report,
-            clock=self._ports.clock,
-            new_id=self._ports.new_id,
+            clock=self._surroundings.clock,
+            new_id=self._surroundings.new_id,
             engine_key=self._engine_keys.get,
         )
         surface = Surface(
@@ -174,19 +192,25 @@ class _Builder:
             admin=self._config.admin,
             summary=self._config.summary,
             index_status=index_status,
+            conflicts=lambda: self._conflicts,
             version=importlib.metadata.version("kvlb"),
         )
-        routes = create_routes(surface, self._lifespan)
-        return App(routes=routes, dataplane=dataplane, keeper=self._keeper, ledger=self._ledger)
+        routes = create_routes(surface, lambda _: self._lifespan(app))
+        app = App(routes=routes, dataplane=dataplane, keeper=self._keeper, ledger=self._ledger)
+        return app
 
     @asynccontextmanager
-    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Probe and load tokenizers while serving; then close what was opened."""
+    async def _lifespan(self, app: App) -> AsyncIterator[None]:
+        """Probe and load tokenizers while serving; then close what was opened.
+
+        Neither task can end the group: the clients stay open while running answers need them.
+        """
+        self._note_conflicts(self._known)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._keeper.run()),
-                    group.create_task(self._pool.load()),
+                    group.create_task(self._keep(app)),
+                    group.create_task(self._load()),
                 ]
                 yield
                 for task in tasks:
@@ -196,19 +220,42 @@ class _Builder:
             await self._upstream.close()
             await self._engines.close()
 
+    async def _keep(self, app: App) -> None:
+        """Watch the instances. There is no balancing without."""
+        try:
+            await self._keeper.run()
+        except Exception as error:
+            logger.critical("fleet_keeper_failed", error=repr(error), exc_info=error)
+        app.break_down()
+
+    async def _load(self) -> None:
+        """Load tokenizers. What can't be loaded costs cache knowledge only."""
+        try:
+            await self._pool.load()
+        except Exception:
+            logger.exception("tokenizer_load_failed")
+
     def _on_record(self, record: RequestRecord) -> None:
         self._metrics.observe(record)
         self._decisions.add(record)
 
     def _on_fleet(self, fleet: Fleet) -> None:
-        """Forget what was counted or predicted for instances that left or lost their process."""
+        """Forget what was counted or predicted for ranks that left or lost their process."""
+        gone = set(self._known.ranks - fleet.ranks)
         for before in self._known.instances:
             now = fleet.by_id(before.id)
-            is_gone = now is None or (
-                before.healthy and now.unhealthy_reason == "engine_unreachable"
-            )
-            if is_gone:
-                for rank in before.rank_ids():
-                    self._ledger.forget(rank)
+            if now and before.healthy and now.unhealthy_reason == "engine_unreachable":
+                gone.update(before.rank_ids())
+        for rank in gone:
+            self._ledger.forget(rank)
         self._known = fleet
+        self._note_conflicts(fleet)
         self._metrics.forget_absent(fleet)
+
+    def _note_conflicts(self, fleet: Fleet) -> None:
+        """Warn of each conflict once, as long as it lasts."""
+        conflicts = connector_conflicts(fleet.instances)
+        for conflict in conflicts:
+            if conflict not in self._conflicts:
+                logger.warning("connector_conflict", conflict=conflict)
+        self._conflicts = conflicts

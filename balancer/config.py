@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Nothing here reads a file or the environment: whoever starts the balancer decodes the file,
-   passes the environment, and gets a value or a ConfigError that names the key.
+1. Whoever starts the balancer decodes the file and passes the environment, and gets a value or a
+   ConfigError that names the key. The only files read here are the tokenizers that the
+   configuration names: each is loaded once, to refuse a broken one at start.
 2. A secret is given in the file or by the name of an environment variable, not both.
 """
 

@@ -14,7 +14,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Final, cast
 
 import httptools
@@ -69,11 +69,6 @@ class UpstreamAnswer:
                 return b""
             await self._wait()
         return self._take()
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives. Raises EngineError if it is cut."""
-        while chunk := await self.next_chunk():
-            yield chunk
 
     async def read(self, limit_bytes: int) -> bytes:
         """Return the (rest of the) body. Raises EngineProtocolError if it is over the limit."""

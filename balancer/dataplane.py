@@ -11,6 +11,7 @@ Rules:
 import asyncio
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -21,6 +22,7 @@ from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
 from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError
 from balancer.core.fleet import Fleet
+from balancer.core.generate import read_generate
 from balancer.core.http_headers import (
     Headers,
     clean_request_id,
@@ -28,18 +30,10 @@ from balancer.core.http_headers import (
     find_header,
     pass_request_headers,
 )
-from balancer.core.model_lookup import find_model
 from balancer.core.openai_errors import render_error
 from balancer.core.record import RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.rewrite import (
-    check_generate_body,
-    decode_body,
-    encode_body,
-    splice_usage,
-    wants_usage,
-    without_forbidden,
-)
+from balancer.core.rewrite import splice_usage, wants_usage
 from balancer.exchange import Exchange
 from balancer.forwarding import Forwarded, Forwarding
 from balancer.leg_sender import EngineKey, LegSender, ReportHealth
@@ -144,25 +138,20 @@ class DataPlane:
         self, exchange: Exchange, headers: Headers, raw: bytes, record: RequestRecord
     ) -> GenerateRequest:
         """Understand a chat or completions request. Raises RequestError or NoInstanceError."""
-        endpoint = Endpoint(exchange.path)
-        body = decode_body(raw)
-        check_generate_body(endpoint, body)
-        clean = without_forbidden(body)
-        if find_header(exchange.headers, b"x-request-id") is None:
-            record.request_id = clean_request_id(clean.get("request_id")) or record.request_id
-        meant = find_model(self._fleet(), clean.get("model"))
-        record.model, record.base_model = meant.model, meant.base_model
-        request = GenerateRequest(
+        request = read_generate(
+            Endpoint(exchange.path),
+            raw,
+            self._fleet(),
             request_id=record.request_id,
-            endpoint=endpoint,
-            body=clean,
-            raw_body=raw if clean is body else encode_body(clean),
             # An encoded stream couldn't be read for its usage; engines don't encode anyway.
             headers=drop_header(headers, b"accept-encoding"),
-            model=meant.model,
-            base_model=meant.base_model,
-            lora=meant.lora,
         )
+        if find_header(exchange.headers, b"x-request-id") is None:
+            named = clean_request_id(request.body.get("request_id"))
+            if named is not None:
+                request = replace(request, request_id=named)
+                record.request_id = named
+        record.model, record.base_model = request.model, request.base_model
         record.stream = request.stream
         return request
 

@@ -2,15 +2,19 @@
 
 Each instance is probed by a task of its own, so that a slow one delays nobody. The first probes
 start at once. A snapshot is replaced whole whenever something in it changes.
+
+A bug met on the way costs one look at one instance: it is logged, counted, and counts as a failed
+probe. Watching goes on.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import structlog
 
+from balancer.core.control_errors import EngineCallError
 from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.probe_state import ProbeAnswer, ProbeOutcome, ProbeState, ProbeThresholds
@@ -26,9 +30,15 @@ logger = structlog.stdlib.get_logger(__name__)
 
 
 class Prober(Protocol):
-    """Asks one instance how it is. Never raises for what the instance does."""
+    """Asks one instance how it is."""
 
-    async def probe(self, instance: InstanceId) -> ProbeAnswer: ...
+    async def probe(self, instance: InstanceId) -> ProbeAnswer:
+        """Never raises for what the instance does."""
+        ...
+
+    async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
+        """Its global ranks, none if it doesn't say. Raises EngineCallError: ask again."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,13 +48,19 @@ class _Watched:
     settings: InstanceSettings
     state: ProbeState = field(default_factory=ProbeState)
     models: ServedModels | None = None
+    ranks: tuple[int, ...] = ()
+    """As the instance lists them; none if it wasn't asked or doesn't say."""
+    knows_ranks: bool = False
     probes: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     started: bool = False
 
     def instance(self) -> Instance:
+        configured = self.settings.instance()
         return replace(
-            self.settings.instance(),
+            configured,
+            ranks=self.ranks or configured.ranks,
+            rank_base=self.ranks[0] if self.ranks else configured.rank_base,
             models=self.models,
             healthy=self.state.healthy,
             draining=self.state.draining,
@@ -74,6 +90,8 @@ class FleetKeeper:
         self._fleet = self._build()
         self._changed = asyncio.Event()
         self._members_changed = asyncio.Event()
+        self.bugs = 0
+        """Bugs met while watching. Each one is in the log."""
 
     def snapshot(self) -> Fleet:
         """Return the fleet as it is believed to be now."""
@@ -130,7 +148,11 @@ class FleetKeeper:
         """Probe one instance until it is removed."""
         while self._is_member(watched):
             watched.wake.clear()
-            answer = await self._probe(watched.settings.id)
+            try:
+                answer = await self._look(watched)
+            except Exception as error:  # noqa: BLE001 - the outermost of this task: it must go on
+                self._note_bug(error, watched.settings.name)
+                answer = ProbeAnswer(outcome=ProbeOutcome.FAILED, reason="probe_bug")
             if not self._is_member(watched):
                 return
             state = watched.state.after_probe(answer.outcome, answer.reason, self._thresholds)
@@ -146,12 +168,31 @@ class FleetKeeper:
         """False once it was removed, or replaced under the same address."""
         return self._watched.get(watched.settings.id) is watched
 
-    async def _probe(self, instance: InstanceId) -> ProbeAnswer:
+    async def _look(self, watched: _Watched) -> ProbeAnswer:
+        """Probe, and learn the ranks of an instance that was not well before."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                return await self._prober.probe(instance)
+                answer = await self._prober.probe(watched.settings.id)
+                if answer.outcome is ProbeOutcome.OK and not watched.knows_ranks:
+                    await self._find_ranks(watched)
+                return answer
         except TimeoutError:
             return ProbeAnswer(outcome=ProbeOutcome.FAILED, reason="probe_timeout")
+
+    async def _find_ranks(self, watched: _Watched) -> None:
+        """Before it is available: a request must not go to a rank by chance."""
+        if watched.settings.ranks is None:
+            try:
+                watched.ranks = tuple(await self._prober.find_ranks(watched.settings.id))
+            except EngineCallError as error:
+                reason = error.reason
+                logger.info("ranks_unknown", instance=watched.settings.name, reason=reason)
+                return  # the next probe asks again
+        watched.knows_ranks = True
+
+    def _note_bug(self, error: Exception, instance: str | None) -> None:
+        self.bugs += 1
+        logger.error("fleet_bug", instance=instance, error=repr(error), exc_info=error)
 
     def _pause_s(self, watched: _Watched) -> float:
         usual = self._settings.interval_s
@@ -161,6 +202,8 @@ class FleetKeeper:
     def _settle(self, watched: _Watched, state: ProbeState, models: ServedModels | None) -> None:
         before = watched.state
         watched.state, watched.models = state, models
+        if before.healthy and not state.healthy:
+            watched.knows_ranks = False  # who comes back may be another process
         if (before.healthy, before.draining, before.reason) != (
             state.healthy,
             state.draining,
@@ -181,8 +224,12 @@ class FleetKeeper:
         if fleet == self._fleet:
             return
         self._fleet = fleet
-        if self._on_change is not None:
+        if self._on_change is None:
+            return
+        try:
             self._on_change(fleet)
+        except Exception as error:  # noqa: BLE001 - a listener's bug is not a leg's or a probe's
+            self._note_bug(error, None)
 
     def _build(self) -> Fleet:
         return Fleet(instances=tuple(each.instance() for each in self._watched.values()))

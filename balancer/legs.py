@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -77,6 +77,7 @@ class DecodeAnswer:
 
 
 Deliver = Callable[[DecodeAnswer], Awaitable[None]]
+T = TypeVar("T")
 
 
 class _PrefillLegError(Exception):
@@ -173,12 +174,9 @@ class Legs:
     ) -> None:
         context = _leg_context(job, route.plan)
         if connector.style == "serial":
-            answer = await self._prefill(job, route, connector, context)
-            try:
-                leg = connector.decode_leg(context, answer)
-            except NoTransferError as error:
-                job.record.legs[-1].error = error.code
-                raise _PrefillLegError(error) from error
+            leg = await self._prefill(
+                job, route, connector, context, lambda answer: connector.decode_leg(context, answer)
+            )
             _end_prefill(route)
             await self._decode(job, route, _leg_body(job, leg), leg.headers, deliver)
             return
@@ -186,7 +184,7 @@ class Legs:
         prefilled = asyncio.Event()
 
         async def prefill() -> None:
-            await self._prefill(job, route, connector, context)
+            await self._prefill(job, route, connector, context, lambda _: None)
             _end_prefill(route)
             prefilled.set()
 
@@ -204,9 +202,17 @@ class Legs:
             raise group_error.exceptions[0] from group_error
 
     async def _prefill(
-        self, job: Job, route: Route, connector: Connector, context: LegContext
-    ) -> Mapping[str, Any]:
-        """Run the prefill leg; return its answer."""
+        self,
+        job: Job,
+        route: Route,
+        connector: Connector,
+        context: LegContext,
+        conclude: Callable[[Mapping[str, Any]], T],
+    ) -> T:
+        """Run the prefill leg; return what `conclude` makes of its answer.
+
+        An answer from which nothing can be concluded is a failure of this leg.
+        """
         choice = route.plan.prefill
         assert choice is not None  # noqa: S101  the callers look
         try:
@@ -220,8 +226,8 @@ class Legs:
                 finally:
                     answer.close()
                 leg.first_byte_s = self._clock()
-                return _read_prefill(raw, leg)
-        except (EngineError, NoTransferError) as error:
+                return conclude(_read_prefill(raw, leg))
+        except EngineError as error:
             if self._is_clients_fault(choice.candidate.instance, error):
                 raise
             raise _PrefillLegError(error) from error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from balancer.core.fleet import Fleet
@@ -23,6 +23,7 @@ OTHER = "other"
 """Label of everything that isn't known."""
 
 SHORT_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1)
 LONG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -68,14 +69,11 @@ class _Names:
 class BalancerMetrics:
     """Every metric of the balancer, in the registry it is given."""
 
-    def __init__(
-        self, registry: CollectorRegistry, fleet: Callable[[], Fleet], ledger: LoadLedger
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, fleet: Callable[[], Fleet]) -> None:
         self._fleet = fleet
         self._known = _Names(fleet())
         self._define(registry)
         self._define_tokens(registry)
-        registry.register(FleetCollector(fleet, ledger))
 
     def _define(self, registry: CollectorRegistry) -> None:
         self._requests = _Labelled(
@@ -110,6 +108,15 @@ class BalancerMetrics:
                 "From sending a leg to its first token, where it can be seen (streams, prefill legs).",
                 ("leg", "instance"),
                 buckets=LONG_BUCKETS,
+                registry=registry,
+            )
+        )
+        self._inter_token = _Labelled(
+            Histogram(
+                "kvlb_inter_token_seconds",
+                "Of a streamed leg, mean time between two of its tokens.",
+                ("leg", "instance"),
+                buckets=TOKEN_BUCKETS,
                 registry=registry,
             )
         )
@@ -171,6 +178,28 @@ class BalancerMetrics:
             "model",
             "leg",
         )
+        self._delivered = tokens(
+            "kvlb_delivered_tokens_total",
+            "Of prompts with a known figure, tokens whose computation the cache really saved.",
+            "model",
+        )
+        self._delivered_of = tokens(
+            "kvlb_delivered_known_prompt_tokens_total",
+            "Prompt tokens of those prompts: the ratio's denominator.",
+            "model",
+        )
+        self._predicted = tokens(
+            "kvlb_leg_predicted_tokens_total",
+            "Predicted overlap of legs whose cached tokens are known.",
+            "leg",
+            "instance",
+        )
+        self._overpredicted = tokens(
+            "kvlb_leg_overpredicted_tokens_total",
+            "Of the predicted overlap, tokens that the engine did not take from its cache.",
+            "leg",
+            "instance",
+        )
         self._completion = tokens(
             "kvlb_completion_tokens_total", "Tokens generated, as engines reported.", "model"
         )
@@ -195,6 +224,7 @@ class BalancerMetrics:
             self._tokenize.at(record.prompt_source, record.unscorable or "ok").inc()
         self._observe_decision(record)
         self._observe_overlap(record, model)
+        self._observe_delivered(record, model)
         for leg in record.legs:
             self._observe_leg(leg, model, stream=record.stream)
 
@@ -207,8 +237,10 @@ class BalancerMetrics:
     def forget_absent(self, fleet: Fleet) -> None:
         """Drop the series of instances that are not in `fleet` any more."""
         known = _Names(fleet).aliases
-        self._first_byte.forget(1, known)
-        self._legs.forget(1, known)
+        for each in (self._first_byte, self._inter_token, self._legs):
+            each.forget(1, known)
+        for counter in (self._predicted, self._overpredicted):
+            counter.forget(1, known)
 
     def _names(self) -> _Names:
         fleet = self._fleet()
@@ -235,6 +267,13 @@ class BalancerMetrics:
         self._available.at(model).inc(record.available_tokens or 0)
         self._chosen.at(model).inc(record.chosen_tokens)
 
+    def _observe_delivered(self, record: RequestRecord, model: str) -> None:
+        # After a transfer the decode leg counts what it was sent: only the first leg tells.
+        leg = record.prefill_leg or (record.legs[-1] if record.legs else None)
+        if leg is not None and leg.cached_tokens is not None and leg.prompt_tokens is not None:
+            self._delivered.at(model).inc(leg.cached_tokens)
+            self._delivered_of.at(model).inc(leg.prompt_tokens)
+
     def _observe_leg(self, leg: LegRecord, model: str, *, stream: bool) -> None:
         # An alias that isn't known left while the leg ran.
         alias = leg.alias if leg.alias in self._names().aliases else OTHER
@@ -247,21 +286,62 @@ class BalancerMetrics:
             self._cached_of.at(model, leg.kind).inc(leg.prompt_tokens)
         if leg.kind == "decode" and leg.completion_tokens is not None:
             self._completion.at(model).inc(leg.completion_tokens)
+        self._observe_prediction(leg, alias)
+        seconds = _inter_token_s(leg) if stream else None
+        if seconds is not None:
+            self._inter_token.at(leg.kind, alias).observe(seconds)
+
+    def _observe_prediction(self, leg: LegRecord, alias: str) -> None:
+        if leg.cached_tokens is None or leg.overlap_tokens is None:
+            return
+        missing = max(0, leg.overlap_tokens - leg.cached_tokens)
+        self._predicted.at(leg.kind, alias).inc(leg.overlap_tokens)
+        self._overpredicted.at(leg.kind, alias).inc(missing)
+
+
+def _inter_token_s(leg: LegRecord) -> float | None:
+    """Mean pause between two tokens, if the leg had two and ended well."""
+    tokens = leg.completion_tokens or 0
+    if tokens < 2 or leg.error is not None or leg.first_byte_s is None or leg.ended_s is None:
+        return None
+    return (leg.ended_s - leg.first_byte_s) / (tokens - 1)
 
 
 class FleetCollector(Collector):
-    """Gauges read from the fleet and the ledger when scraped, so nothing has to leave them."""
+    """What fleet, ledger and router hold anyway, read when scraped, so nothing has to leave them."""
 
-    def __init__(self, fleet: Callable[[], Fleet], ledger: LoadLedger) -> None:
+    def __init__(
+        self,
+        *,
+        fleet: Callable[[], Fleet],
+        ledger: LoadLedger,
+        unknown_ranks: Callable[[], int],
+        fleet_bugs: Callable[[], int],
+    ) -> None:
         self._fleet = fleet
         self._ledger = ledger
+        self._unknown_ranks = unknown_ranks
+        self._fleet_bugs = fleet_bugs
 
     def describe(self) -> Iterable[Metric]:
         """Name them without a scrape, so that registering asks nothing of the fleet."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Read every gauge."""
+        """Read everything."""
+        yield CounterMetricFamily(
+            "kvlb_index_unknown_ranks_total",
+            "Ranks in the index's answers that the fleet doesn't have, summed over lookups.",
+            self._unknown_ranks(),
+        )
+        yield CounterMetricFamily(
+            "kvlb_fleet_bugs_total",
+            "Bugs met while watching instances; the log has each. Any is worth a report.",
+            self._fleet_bugs(),
+        )
+        yield from self._gauges()
+
+    def _gauges(self) -> Iterable[Metric]:
         by_instance = ("instance", "role")
         by_rank = ("instance", "rank")
         healthy = GaugeMetricFamily(

@@ -8,6 +8,8 @@ Rules:
    withdraws the predicted blocks of every leg that still runs.
 4. Candidates come from the fleet snapshot alone. Ranks that the index knows and the fleet doesn't
    are ignored and counted.
+5. A rank whose epoch in the index is another than last time has restarted: its predictions and
+   learned rates end before the next decision.
 """
 
 import asyncio
@@ -28,6 +30,7 @@ from balancer.core.candidates import (
 from balancer.core.cost import RequestShape, TieBreak, uncached_tokens
 from balancer.core.errors import PrefillFailedError
 from balancer.core.fleet import Fleet
+from balancer.core.known_ranks import KnownRanks
 from balancer.core.load import LegGuard, LegWork, LoadLedger
 from balancer.core.plan import Choice, RoutePlan
 from balancer.core.planner import Planner
@@ -147,10 +150,13 @@ class Router:
         self._random = random
         self._clock = clock
         self._on_lookup = on_lookup
-        self._block_sizes: dict[RankId, int] = {}
+        self._ranks = KnownRanks()
         self._index_answered = True
-        self.unknown_ranks = 0
+
+    @property
+    def unknown_ranks(self) -> int:
         """Ranks in the index's answers that the fleet doesn't have, summed over lookups."""
+        return self._ranks.unknown
 
     async def route(
         self,
@@ -212,9 +218,13 @@ class Router:
 
     async def _ask(self, fleet: Fleet, request: GenerateRequest, prompt: PromptView) -> _Question:
         by_rank = await self._match(prompt.prompts)
-        self._learn_block_sizes(fleet, by_rank)
+        if by_rank:
+            self._learn(fleet, by_rank[0])
         matches = PromptMatches(
-            prompts=prompt.prompts, by_rank=by_rank, block_sizes=self._block_sizes
+            prompts=prompt.prompts,
+            by_rank=by_rank,
+            block_sizes=self._ranks.block_sizes,
+            trusts=self._ranks.trusts,
         )
         return _Question(
             request=request,
@@ -279,17 +289,7 @@ class Router:
         if self._on_lookup:
             self._on_lookup(outcome, seconds)
 
-    def _learn_block_sizes(
-        self, fleet: Fleet, by_rank: tuple[Mapping[RankId, PrefixMatch], ...]
-    ) -> None:
-        """Remember each rank's block size: predictions need it when the index is silent."""
-        if not by_rank:
-            return
-        known = {rank for instance in fleet.instances for rank in instance.rank_ids()}
-        for rank, match in by_rank[0].items():
-            if rank in known:
-                self._block_sizes[rank] = match.block_size
-            else:
-                self.unknown_ranks += 1
-        for rank in self._block_sizes.keys() - known:
-            del self._block_sizes[rank]
+    def _learn(self, fleet: Fleet, answer: Mapping[RankId, PrefixMatch]) -> None:
+        """Remember what is needed when the index is silent; forget what a restart made void."""
+        for rank in self._ranks.learn(fleet.ranks, answer):
+            self._ledger.forget(rank)

@@ -5,7 +5,7 @@ only, and with the admin key from elsewhere. The other routes are for everybody.
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -32,11 +32,11 @@ from balancer.core.errors import (
 from balancer.core.explain import render_plan
 from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts, merge_models, readiness, render_instance
+from balancer.core.generate import read_generate
 from balancer.core.load import LoadLedger
-from balancer.core.model_lookup import find_model
 from balancer.core.openai_errors import render_error
 from balancer.core.request import Endpoint, GenerateRequest
-from balancer.core.rewrite import check_generate_body, decode_body, without_forbidden
+from balancer.core.rewrite import decode_body, encode_body
 from balancer.router import Router
 from balancer.tokens import PromptReader
 
@@ -62,6 +62,8 @@ class Surface:
     summary: Callable[[], Mapping[str, Any]]
     """Configuration without secrets."""
     index_status: Callable[[], RankFacts]
+    conflicts: Callable[[], Sequence[str]]
+    """Sentences about instances that can't hand over to each other."""
     version: str
 
 
@@ -78,6 +80,7 @@ def create_routes(
         redoc_url=None,
     )
     api.state.is_draining = False
+    api.state.is_broken = False
     api.add_exception_handler(BalancerError, _answer_error)
     api.add_exception_handler(HTTPException, _answer_http_error)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
@@ -105,14 +108,16 @@ def _add_model_routes(api: FastAPI, surface: Surface) -> None:
 def _add_process_routes(api: FastAPI, surface: Surface) -> None:
     @api.get("/health", tags=["public"])
     async def health() -> Response:
-        """200 while the process is alive, whatever the engines do."""
+        """200 while the process is alive, whatever the engines do; 503 if it has to be restarted."""
+        if api.state.is_broken:
+            return _json({"status": "broken"}, 503)
         return _json({"status": "ok"})
 
     @api.get("/ready", tags=["public"])
     async def ready() -> Response:
         """200 if requests can be routed, else 503 with what keeps instances out."""
         is_ready, reasons = readiness(surface.fleet())
-        if api.state.is_draining:
+        if api.state.is_draining or api.state.is_broken:
             is_ready, reasons = False, ["this balancer is shutting down"]
         return _json({"ready": is_ready, "reasons": reasons}, 200 if is_ready else 503)
 
@@ -138,6 +143,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "ready": is_ready and not api.state.is_draining,
                 "draining": api.state.is_draining,
                 "reasons": reasons,
+                "conflicts": surface.conflicts(),
                 "instances": [
                     render_instance(each, surface.ledger, facts) for each in fleet.instances
                 ],
@@ -184,23 +190,11 @@ def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRe
     """Read what `/explain` is asked. Raises RequestError or NoInstanceError."""
     body = decode_body(raw_body)
     if isinstance(body.get("body"), dict):
-        path, body = body.get("path", path), body["body"]
+        path, raw_body = body.get("path", path), encode_body(body["body"])
     if path not in tuple(Endpoint):
         valid = " or ".join(each.value for each in Endpoint)
         raise BadRequestError(f"`path` must be {valid}", param="path")
-    check_generate_body(Endpoint(path), body)
-    body = without_forbidden(body)
-    meant = find_model(fleet, body.get("model"))
-    return GenerateRequest(
-        request_id="explain",
-        endpoint=Endpoint(path),
-        body=body,
-        raw_body=raw_body,
-        headers=(),
-        model=meant.model,
-        base_model=meant.base_model,
-        lora=meant.lora,
-    )
+    return read_generate(Endpoint(path), raw_body, fleet, request_id="explain")
 
 
 def _guard(admin: AdminSettings) -> Callable[[Request], Awaitable[None]]:

@@ -6,7 +6,6 @@ simulated engines can share one process.
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Callable, Iterator
 
@@ -24,6 +23,10 @@ logger = structlog.stdlib.get_logger(__name__)
 
 class ListenError(Exception):
     """The address can't be listened on. The message names it."""
+
+
+class BalancerBrokenError(Exception):
+    """Something ended that the balancer can't do without. The log says what."""
 
 
 class _Server(uvicorn.Server):
@@ -54,7 +57,7 @@ async def serve(
     """Serve until `stop` is set, then let running answers finish for up to `drain_s`.
 
     `port` 0 takes any free one; `on_listening` gets the port once connections are accepted.
-    Raises ListenError.
+    Raises ListenError, or BalancerBrokenError if it had to end by itself.
     """
     listener = _listen(host, port)
     server = _Server(
@@ -76,7 +79,10 @@ async def serve(
     )
     with listener:
         async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(_watch(server, app, stop, listener, on_listening))
+            watchers = [
+                group.create_task(_watch(server, app, stop, listener, on_listening)),
+                group.create_task(_watch_broken(server, app)),
+            ]
             try:
                 await server.serve(sockets=[listener])
             except asyncio.CancelledError:
@@ -85,7 +91,10 @@ async def serve(
                 if server.started:
                     await server.shutdown([listener])
                 raise
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
+    if app.broken.is_set():
+        raise BalancerBrokenError("the balancer can't go on; its last log lines say why")
 
 
 async def _watch(
@@ -105,6 +114,13 @@ async def _watch(
     server.should_exit = True
 
 
+async def _watch_broken(server: _Server, app: App) -> None:
+    """Leave when the application can't go on: running answers may finish, nothing new begins."""
+    await app.broken.wait()
+    app.start_draining()
+    server.should_exit = True
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -113,17 +129,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ListenError(f"can't listen on {host} port {port}: {error.strerror}") from error
     listener.setblocking(False)
     return listener
-
-
-@contextlib.contextmanager
-def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` on SIGTERM or SIGINT while the block runs. Needs the running loop."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for each in signals:
-        loop.add_signal_handler(each, stop.set)
-    try:
-        yield
-    finally:
-        for each in signals:
-            loop.remove_signal_handler(each)

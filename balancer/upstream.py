@@ -86,11 +86,6 @@ class Upstream:
                 pass  # the engine retired the connection just now: it saw no request
         return await self._exchange(pool, await self._connect(pool), method, head, body)
 
-    def idle_connections(self, base_url: str) -> int:
-        """How many connections wait for reuse."""
-        pool = self._pools.get(base_url)
-        return sum(each.is_open for each in pool.idle) if pool else 0
-
     async def close(self) -> None:
         """Break every connection."""
         for pool in self._pools.values():

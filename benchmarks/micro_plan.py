@@ -78,6 +78,7 @@ def measure_plan_s(prefill_count: int, decode_count: int) -> float:
                     tokens_by_tier={Tier.GPU: chance.choice([0] * 9 + [2048])},
                     block_size=BLOCK_SIZE,
                     trust=Trust.EXACT,
+                    epoch=1,
                 )
                 for rank in ranks
             },

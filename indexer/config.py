@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import check_endpoint
 from indexer.core.types import InstanceId, RankId
 
@@ -14,15 +15,15 @@ NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 Direction = Literal["connect", "bind"]
 
 
-class EngineSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine whose events are followed.
+class InstanceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One instance whose events are followed.
 
     Whatever is left out is asked of the engine (`/v1/models`, `/kv_event_sources`). What is given
     is used instead of the engine's answer: a mapped port is known to the operator only.
     """
 
     url: str
-    """Its instance id: `http://host:port`."""
+    """`http://host:port`."""
     alias: str | None = None
     """Its name in metrics; default: the url."""
     events: str | None = None
@@ -43,17 +44,20 @@ class EngineSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The engine's `--api-key`."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an address or endpoint that can't be used."""
+        parse_instance_id(self.url)
         for endpoint in (self.events, self.replay):
             if endpoint is not None:
                 check_endpoint(endpoint)
 
     def __repr__(self) -> str:
         """The key stays out of logs."""
-        return f"EngineSource({self.url!r}, events={self.events!r}, replay={self.replay!r})"
+        return f"InstanceSource({self.url!r}, events={self.events!r}, replay={self.replay!r})"
 
     @property
     def instance(self) -> InstanceId:
-        return InstanceId(self.url.rstrip("/"))
+        """One spelling per address, the same that the balancer uses."""
+        return parse_instance_id(self.url)
 
     @property
     def name(self) -> str:
@@ -72,7 +76,9 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_parked_blocks: PositiveInt = 65_536
     """Blocks per group that may wait for their parent."""
     rebuild_interval_s: PositiveFloat = 60.0
-    """At most this often a rank with orphans is replayed from its beginning."""
+    """A degraded rank is replayed from its beginning at once and when orphans first appear, then
+    after this long, and twice as long each time it hasn't helped; for as long as the engine still
+    buffers the beginning."""
     shared_bind: str | None = None
     """Port we bind for engines that have a `topic` and no `events`: they connect to it."""
     discovery_interval_s: PositiveFloat = 10.0

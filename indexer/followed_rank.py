@@ -86,5 +86,6 @@ class FollowedRank:
             orphans=blocks.orphans,
             block_sizes={number: spec.block_size for number, spec in blocks.groups.items()},
             lag_s=writer.lag_s,
+            named_rank=writer.named_rank,
             counts=self._counts,
         )

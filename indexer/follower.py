@@ -13,10 +13,10 @@ import zmq.asyncio
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import EventBatch, UndecodableBatchError, decode_batch
 from indexer.core.rank_status import RankCounts
-from indexer.core.stream_effects import ApplyBatch, Effect
+from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.types import Trust
 from indexer.ports import Ports
-from indexer.subscriber import BatchOutcome, RankSubscriber
+from indexer.subscriber import RankSubscriber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

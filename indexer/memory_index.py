@@ -99,11 +99,11 @@ class MemoryIndex:
         return {
             rank: PrefixMatch(
                 tokens_by_tier=_match_tokens(life, prompt),
-                block_size=life.fulls[0].spec.block_size,
+                block_size=life.fulls[0].spec.block_size if life.fulls else None,
                 trust=self._trust.get(rank, Trust.EXACT),
+                epoch=life.epoch,
             )
             for rank, life in lives.items()
-            if life.fulls
         }
 
     async def size(self) -> IndexSize:
@@ -175,6 +175,8 @@ class MemoryIndex:
 
 
 def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
+    if not life.fulls:
+        return {}
     first = life.fulls[0]
     size = first.spec.block_size
     keys = prompt.keys(size)

@@ -1,8 +1,8 @@
 """Writes one rank's ordered batches to the index: decode, turn into changes, apply.
 
-A batch that can't be decoded, or an event of it, is counted by reason and logged at most once per
-interval. Everything else about it was decided before (`core.stream`) or is decided by the core
-(`core.rank_blocks`).
+A batch that can't be decoded, an event that can't be used, and a batch that names another rank than
+its connection's are counted by reason and logged at most once per interval. Everything else was
+decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `core.refusals`).
 """
 
 from collections import Counter
@@ -21,16 +21,14 @@ from indexer.core.events import (
 from indexer.core.index import BlockIndex, RankUpdate
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_status import RankCounts
-from indexer.core.stream_effects import ApplyBatch, Effect
+from indexer.core.refusals import has_lost_events, refused_reasons
+from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.throttle import Throttle
 from indexer.core.types import Trust
-from indexer.subscriber import BatchOutcome
 
 _logger = structlog.get_logger(__name__)
 
 _BEFORE_FIRST_SEQ = -1
-_HARMLESS_REJECTIONS = frozenset(("unknown_event",))
-"""A kind of event that we don't know says nothing about blocks we do know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +55,8 @@ class RankWriter:
         self.applied_seq: int | None = None
         """Batch whose changes the index has, in this epoch."""
         self.lag_s: float | None = None
+        self.named_rank: int | None = None
+        """Rank that the newest batch names."""
         self.trust = Trust.LOAD_ONLY
         self.trust_reason = ""
         self.trust_since_s = means.clock()
@@ -95,20 +95,22 @@ class RankWriter:
         except UndecodableBatchError as error:
             self._reject("undecodable_batch", detail=str(error))
             self.applied_seq = effect.seq
-            return BatchOutcome(has_lost_events=True)
+            return BatchOutcome(has_refusals=True, orphans=self._blocks.orphans)
         for reason in batch.rejected:
             self._reject(reason)
         await self._means.index.apply(self._blocks.apply(effect.seq, batch))
         self._note(effect, batch)
+        self._check_rank(batch)
         return BatchOutcome(
             is_cleared=any(type(event) is AllBlocksCleared for event in batch.events),
-            has_lost_events=not _HARMLESS_REJECTIONS.issuperset(batch.rejected),
+            has_refusals=self._has_refused(batch) or has_lost_events(batch.rejected),
+            orphans=self._blocks.orphans,
         )
 
     async def set_trust(self, trust: Trust, reason: str) -> None:
         if trust is not self.trust:
             self.trust_since_s = self._means.clock()
-            _logger.info("trust_changed", **self._names(), trust=trust.value, reason=reason)
+            self._log(_logger.info, "trust_changed", trust=trust.value, reason=reason)
         self.trust, self.trust_reason = trust, reason
         await self._means.index.set_trust(self._source.rank, trust)
 
@@ -129,14 +131,37 @@ class RankWriter:
         self._counts.events += len(batch.events)
         if not effect.replayed:
             self.lag_s = self._means.wall_clock() - batch.ts
-        if self._blocks.counts != self._set_aside:
-            self._counts.set_aside += self._blocks.counts - self._set_aside
-            self._set_aside = Counter(self._blocks.counts)
+
+    def _check_rank(self, batch: EventBatch) -> None:
+        """The connection is the identity, so a batch of another rank is applied all the same.
+
+        It says that ports are crossed or `rank_base` is wrong: an operator has to mend that.
+        """
+        self.named_rank = batch.rank
+        if batch.rank is not None and batch.rank != self._source.rank.rank:
+            self._counts.wrong_rank += 1
+            self._log(_logger.warning, "wrong_rank", reason=str(batch.rank))
+
+    def _has_refused(self, batch: EventBatch) -> bool:
+        counts = self._blocks.counts
+        if counts == self._set_aside:
+            return False
+        new = counts - self._set_aside
+        self._counts.set_aside += new
+        self._set_aside = Counter(counts)
+        refused = refused_reasons(new, batch.events, self._blocks.groups)
+        for reason in refused:
+            self._log(_logger.warning, "events_refused", reason=reason)
+        return bool(refused)
 
     def _reject(self, reason: str, **fields: str) -> None:
         self._counts.rejected[reason] += 1
-        if self._throttle.admits(reason, self._means.clock()):
-            _logger.warning("events_rejected", **self._names(), reason=reason, **fields)
+        self._log(_logger.warning, "events_rejected", reason=reason, **fields)
+
+    def _log(self, write: Callable[..., object], event: str, reason: str, **fields: str) -> None:
+        """At most one line per event and reason in an interval; all of it is counted."""
+        if self._throttle.admits((event, reason), self._means.clock()):
+            write(event, **self._names(), reason=reason, **fields)
 
     def _names(self) -> dict[str, str | int]:
         return {"instance": self._source.alias, "rank": self._source.rank.rank}

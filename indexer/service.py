@@ -1,7 +1,7 @@
 """Runs the write path: finds engines' streams, follows each rank, keeps the index in step.
 
-Every task has an owner: the service owns engines and bound ports, an engine owns its ranks. What
-goes wrong with one engine or rank is logged, counted and tried again; the others don't notice.
+Every task has an owner: the service owns instances and bound ports, an instance owns its ranks. What
+goes wrong with one instance or rank is logged, counted and tried again; the others don't notice.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ import httpx
 import structlog
 import zmq.asyncio
 
-from indexer.config import EngineSource, IndexerConfig
+from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.index import BlockIndex, IndexSize
-from indexer.core.rank_status import EngineStatus, PortStatus, RankStatus
+from indexer.core.rank_status import InstanceStatus, PortStatus, RankStatus
 from indexer.core.types import InstanceId, RankId
 from indexer.followed_rank import FollowedRank
 from indexer.ports import Ports
@@ -54,10 +54,10 @@ class _Bell:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Engine:
-    """An engine of the fleet, found or not, with the ranks that are followed."""
+class _Instance:
+    """An instance of the fleet, found or not, with the ranks that are followed."""
 
-    source: EngineSource
+    source: InstanceSource
     state: str = "searching"
     problem: str | None = None
     task: asyncio.Task[None] | None = None
@@ -80,7 +80,7 @@ class IndexerService:
         self,
         *,
         config: IndexerConfig,
-        sources: Iterable[EngineSource],
+        sources: Iterable[InstanceSource],
         index: BlockIndex,
         http: httpx.AsyncClient,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +102,7 @@ class IndexerService:
             wall_clock=wall_clock,
             on_progress=self._progress.ring,
         )
-        self._engines: dict[InstanceId, _Engine] = {}
+        self._instances: dict[InstanceId, _Instance] = {}
         self._ports: Ports | None = None
         self._fleet_changed = asyncio.Event()
         self._fleet_changed.set()
@@ -125,8 +125,8 @@ class IndexerService:
                         self._fleet_changed.set()
                         await asyncio.sleep(_RESTART_S)
 
-    def set_sources(self, sources: Iterable[EngineSource]) -> None:
-        """Follow this fleet from now on: engines that left are forgotten, others go on."""
+    def set_sources(self, sources: Iterable[InstanceSource]) -> None:
+        """Follow this fleet from now on: instances that left are forgotten, others go on."""
         self._wanted = {source.instance: source for source in sources}
         self._fleet_changed.set()
 
@@ -138,35 +138,35 @@ class IndexerService:
 
     @property
     def is_ready(self) -> bool:
-        """Every engine has been asked for its streams, whatever it answered."""
+        """Every instance has been asked for its streams, whatever it answered."""
         is_running = self._ports is not None
-        return is_running and all(each.state != "searching" for each in self._engines.values())
+        return is_running and all(each.state != "searching" for each in self._instances.values())
 
     def status(self) -> Sequence[RankStatus]:
         """Every rank that is followed."""
         return [
             followed.status()
-            for engine in self._engines.values()
-            for followed, _ in engine.ranks.values()
+            for entry in self._instances.values()
+            for followed, _ in entry.ranks.values()
         ]
 
     def rank_status(self, rank: RankId) -> RankStatus | None:
         """One rank; None while it isn't followed."""
-        engine = self._engines.get(rank.instance)
-        found = engine.ranks.get(rank) if engine else None
+        entry = self._instances.get(rank.instance)
+        found = entry.ranks.get(rank) if entry else None
         return found[0].status() if found else None
 
-    def engines(self) -> Sequence[EngineStatus]:
-        """Every engine of the fleet."""
+    def instances(self) -> Sequence[InstanceStatus]:
+        """Every instance of the fleet."""
         return [
-            EngineStatus(
+            InstanceStatus(
                 instance=instance,
-                alias=engine.source.name,
-                state=engine.state,
-                problem=engine.problem,
-                ranks=len(engine.ranks),
+                alias=entry.source.name,
+                state=entry.state,
+                problem=entry.problem,
+                ranks=len(entry.ranks),
             )
-            for instance, engine in self._engines.items()
+            for instance, entry in self._instances.items()
         ]
 
     def ports(self) -> Sequence[PortStatus]:
@@ -193,84 +193,85 @@ class IndexerService:
             await asyncio.sleep(self._config.size_interval_s)
 
     async def _change_fleet(self, running: _Running) -> None:
-        for instance, engine in list(self._engines.items()):
-            if self._wanted.get(instance) != engine.source:
-                await _stop(engine.task)
-                for rank in list(engine.ranks):
-                    await self._forget(engine, rank)
-                del self._engines[instance]
+        for instance, entry in list(self._instances.items()):
+            if self._wanted.get(instance) != entry.source:
+                await _stop(entry.task)
+                for rank in list(entry.ranks):
+                    await self._forget(entry, rank)
+                del self._instances[instance]
         for instance, source in self._wanted.items():
-            if instance not in self._engines:
-                engine = self._engines[instance] = _Engine(source=source)
-                engine.task = running.group.create_task(self._run_engine(engine, running))
+            if instance not in self._instances:
+                entry = self._instances[instance] = _Instance(source=source)
+                entry.task = running.group.create_task(self._run_instance(entry, running))
         self._progress.ring()
 
-    async def _run_engine(self, engine: _Engine, running: _Running) -> None:
-        """Keep one engine's ranks followed, whatever becomes of it."""
+    async def _run_instance(self, entry: _Instance, running: _Running) -> None:
+        """Keep one instance's ranks followed, whatever becomes of it."""
         while True:
             try:
                 async with asyncio.TaskGroup() as group:
-                    await self._run_discovery(engine, running, group)
+                    await self._run_discovery(entry, running, group)
             except Exception:
-                _logger.exception("engine_failed", instance=engine.source.name)
-                engine.state, engine.problem = "failed", "a bug: see the log"
+                _logger.exception("instance_failed", instance=entry.source.name)
+                entry.state, entry.problem = "failed", "a bug: see the log"
                 await asyncio.sleep(_RESTART_S)
 
     async def _run_discovery(
-        self, engine: _Engine, running: _Running, group: asyncio.TaskGroup
+        self, entry: _Instance, running: _Running, group: asyncio.TaskGroup
     ) -> None:
-        for rank in list(engine.ranks):  # of a run that failed: their tasks are gone
-            await self._forget(engine, rank)
+        for rank in list(entry.ranks):  # of a run that failed: their tasks are gone
+            await self._forget(entry, rank)
         retry_s = self._config.discovery_retry_s
         while True:
-            found = await self._find(engine)
+            found = await self._find(entry)
             if found is None:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, self._config.discovery_interval_s)
                 continue
             retry_s = self._config.discovery_retry_s
-            await self._change_ranks(engine, found, running, group)
+            await self._change_ranks(entry, found, running, group)
             await asyncio.sleep(self._config.discovery_interval_s)
 
-    async def _find(self, engine: _Engine) -> FoundSources | None:
-        before = engine.state
+    async def _find(self, entry: _Instance) -> FoundSources | None:
+        before = entry.state
         try:
-            found = await find_sources(engine.source, config=self._config, http=self._http)
+            found = await find_sources(entry.source, config=self._config, http=self._http)
         except SourceError as error:
             # Ranks that are followed stay: their sockets notice by themselves when it is back.
-            engine.state, engine.problem = error.reason, str(error)
-            if before != engine.state:
-                _logger.warning("engine_not_found", instance=engine.source.name, error=str(error))
+            entry.state, entry.problem = error.reason, str(error)
+            if before != entry.state:
+                _logger.warning("instance_not_found", instance=entry.source.name, error=str(error))
             return None
-        engine.state, engine.problem = found.reason, None
-        if before != engine.state:
+        entry.state, entry.problem = found.reason, None
+        if before != entry.state:
             facts = {"model": found.model, "ranks": len(found.ranks), "state": found.reason}
-            _logger.info("engine_found", instance=engine.source.name, **facts)
+            _logger.info("instance_found", instance=entry.source.name, **facts)
         return found
 
     async def _change_ranks(
         self,
-        engine: _Engine,
+        entry: _Instance,
         found: FoundSources,
         running: _Running,
         group: asyncio.TaskGroup,
     ) -> None:
         wanted = {source.rank: source for source in found.ranks}
-        for rank, (followed, task) in list(engine.ranks.items()):
+        for rank, (followed, task) in list(entry.ranks.items()):
             if wanted.get(rank) != followed.source:
                 await _stop(task)
-                await self._forget(engine, rank)
+                await self._forget(entry, rank)
         for rank, source in wanted.items():
-            if rank not in engine.ranks:
+            if rank not in entry.ranks:
                 followed = FollowedRank(
                     source, means=self._means, context=running.context, ports=running.ports
                 )
-                engine.ranks[rank] = followed, group.create_task(followed.run())
+                entry.ranks[rank] = followed, group.create_task(followed.run())
         self._progress.ring()
 
-    async def _forget(self, engine: _Engine, rank: RankId) -> None:
-        del engine.ranks[rank]
+    async def _forget(self, entry: _Instance, rank: RankId) -> None:
+        # In this order: a failure leaves it to be forgotten by the next attempt.
         await self._index.retire(rank)
+        del entry.ranks[rank]
 
 
 async def _stop(task: asyncio.Task[None] | None) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from indexer.core.index import IndexSize
-from indexer.core.rank_status import EngineStatus, PortStatus, RankStatus
+from indexer.core.rank_status import InstanceStatus, PortStatus, RankStatus
 from indexer.core.types import Trust
 
 _RANK_LABELS = ("instance", "rank")
@@ -31,7 +31,7 @@ class StatusSource(Protocol):
     @property
     def is_ready(self) -> bool: ...
     def status(self) -> Sequence[RankStatus]: ...
-    def engines(self) -> Sequence[EngineStatus]: ...
+    def instances(self) -> Sequence[InstanceStatus]: ...
     def ports(self) -> Sequence[PortStatus]: ...
     async def measure(self) -> None: ...
 
@@ -99,7 +99,7 @@ def render_status(source: StatusSource) -> dict[str, Any]:
     """The whole state as JSON values."""
     size = source.index_size
     return {
-        "engines": [msgspec.to_builtins(engine) for engine in source.engines()],
+        "instances": [msgspec.to_builtins(engine) for engine in source.instances()],
         "ranks": [msgspec.to_builtins(rank, str_keys=True) for rank in source.status()],
         "ports": [msgspec.to_builtins(port) for port in source.ports()],
         "index": {"entries": size.entries},
@@ -122,13 +122,19 @@ def _totals(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
     failures = CounterMetricFamily(
         "kvlb_rank_failures", "Times following a rank had to start anew.", labels=_RANK_LABELS
     )
+    wrong_rank = CounterMetricFamily(
+        "kvlb_event_batches_wrong_rank",
+        "Batches applied that name another rank: crossed ports, or a wrong rank_base.",
+        labels=_RANK_LABELS,
+    )
     for rank in ranks:
         batches.add_metric(_labels(rank), rank.counts.batches)
+        wrong_rank.add_metric(_labels(rank), rank.counts.wrong_rank)
         events.add_metric(_labels(rank), rank.counts.events)
         lost.add_metric(_labels(rank), rank.counts.lost_batches)
         connections.add_metric(_labels(rank), rank.counts.connections)
         failures.add_metric(_labels(rank), rank.counts.failures)
-    return batches, events, lost, connections, failures
+    return batches, events, lost, wrong_rank, connections, failures
 
 
 def _reasons(ranks: Sequence[RankStatus]) -> Iterable[Metric]:

@@ -7,7 +7,6 @@ its answers into the same inbox.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, assert_never
 
@@ -18,10 +17,12 @@ from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import batch_ts
 from indexer.core.frames import FrameError, parse_replay
 from indexer.core.rank_status import RankCounts
+from indexer.core.rebuild_schedule import RebuildSchedule
 from indexer.core.replay import StreamLimits
 from indexer.core.stream import RankStream
 from indexer.core.stream_effects import (
     ApplyBatch,
+    BatchOutcome,
     Dropped,
     Effect,
     GapLost,
@@ -40,16 +41,6 @@ _logger = structlog.get_logger(__name__)
 _INBOX_MESSAGES = 1024
 _TURN_S = 0.001
 """How long this rank may keep the event loop: requests are routed on the same one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOutcome:
-    """What applying one batch showed."""
-
-    is_cleared: bool = False
-    """It said that the cache is empty."""
-    has_lost_events: bool = False
-    """Something of it could not be read."""
 
 
 class StreamSink(Protocol):
@@ -93,8 +84,7 @@ class RankSubscriber:
         self._is_over = False
         self._replay: asyncio.Task[None] | None = None
         self._turn_began_s = clock()
-        self._rebuild_pause_s = config.rebuild_interval_s
-        self._rebuild_after_s = clock()
+        self._rebuilds = RebuildSchedule(config.rebuild_interval_s)
 
     async def on_live(self, seq: int, payload: bytes) -> None:
         """Wait while the inbox is full: ZMQ queues meanwhile."""
@@ -117,7 +107,9 @@ class RankSubscriber:
             async with asyncio.TaskGroup() as group:
                 while True:
                     happened = await self._next_happening()
-                    for effect in (*happened(), *self._rebuild_if_due()):
+                    for effect in happened():
+                        await self._perform(effect, group)
+                    for effect in self._rebuild_if_due():
                         await self._perform(effect, group)
                     self.on_progress()
         finally:
@@ -127,11 +119,11 @@ class RankSubscriber:
                 self._inbox.get_nowait()
 
     async def _next_happening(self) -> Callable[[], list[Effect]]:
-        """What waits in the inbox; for a degraded rank of an idle engine, that time has passed."""
-        if not self._inbox.empty() or self.stream.trust.level is not Trust.DEGRADED:
+        """What waits in the inbox; for an idle rank that wants a rebuild, that its time has come."""
+        if not self._inbox.empty() or not self.stream.wants_rebuild:
             return await self._inbox.get()
         try:
-            async with asyncio.timeout(max(0.0, self._rebuild_after_s - self._clock())):
+            async with asyncio.timeout(self._rebuilds.wait_s(self._clock())):
                 return await self._inbox.get()
         except TimeoutError:
             return list
@@ -159,17 +151,15 @@ class RankSubscriber:
 
     async def _open_epoch(self, reason: str) -> None:
         self._counts.epochs[reason] += 1
-        self._rebuild_pause_s = self._config.rebuild_interval_s
+        if reason != "rebuilt":
+            self._rebuilds.ease()
         await self._sink.open_epoch(reason)
 
     async def _apply(self, effect: ApplyBatch) -> None:
         outcome = await self._sink.apply(effect)
-        changes: list[Effect] = []
-        if outcome.is_cleared:
-            changes += self.stream.on_cleared(effect.seq)
-        if outcome.has_lost_events:
-            changes += self.stream.on_events_lost(effect.seq)
-        for change in changes:
+        if outcome.orphans:
+            self._rebuilds.hurry()
+        for change in self.stream.on_applied(effect.seq, outcome):
             if isinstance(change, TrustChanged):
                 self._sink.on_effect(change)
                 await self._set_trust(change)
@@ -199,16 +189,13 @@ class RankSubscriber:
     def _rebuild_if_due(self) -> list[Effect]:
         """A degraded rank is replayed from its beginning, ever more rarely while it won't help."""
         if self.stream.trust.level is not Trust.DEGRADED:
-            self._rebuild_pause_s = self._config.rebuild_interval_s
+            self._rebuilds.ease()
             return []
         now_s = self._clock()
-        if now_s < self._rebuild_after_s:
+        if not self.stream.wants_rebuild or self._rebuilds.wait_s(now_s):
             return []
-        effects = self.stream.on_rebuild_wanted()
-        self._rebuild_after_s = now_s + self._rebuild_pause_s
-        if effects:
-            self._rebuild_pause_s *= 2
-        return effects
+        self._rebuilds.asked(now_s)
+        return self.stream.on_rebuild_wanted()
 
     async def _yield_turn(self) -> None:
         if self._clock() - self._turn_began_s > _TURN_S:

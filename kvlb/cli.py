@@ -117,6 +117,9 @@ def up(
 def simulate(
     fleet: SimulateArgument = "2p2d",
     *,
+    host: Annotated[
+        str, typer.Option(help="IPv4 address to listen on; `0.0.0.0`: every interface.")
+    ] = "127.0.0.1",
     base_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the first engine; 0: any free ones.")
     ] = 0,
@@ -143,6 +146,7 @@ def simulate(
     run(
         fleet,
         SimulationOptions(
+            host=host,
             base_port=base_port,
             prefill_tokens_per_s=prefill_rate,
             inter_token_ms=inter_token_ms,
@@ -171,6 +175,38 @@ def demo(
 
     options = DemoOptions(seed=seed, conversations=conversations, turns=turns)
     raise typer.Exit(run(options, as_json=format is Format.JSON))
+
+
+@app.command()
+def load(
+    *,
+    url: Annotated[
+        str, typer.Option(envvar="KVLB_URL", help="The balancer, or any OpenAI endpoint.")
+    ] = "http://127.0.0.1:8080",
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for; by default the first one listed.")
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="Conversations that begin per second.")
+    ] = 2,
+    seed: Annotated[int, typer.Option(help="Same seed, same conversations.")] = 1,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many requests; else at Ctrl-C.")
+    ] = None,
+) -> None:
+    """Send demo conversations to a balancer, to watch it in Grafana.
+
+    For example:
+
+    - `kvlb load --url http://127.0.0.1:8080 --rate 4`
+    """
+    from kvlb.load import LoadOptions
+    from kvlb.load import load as run
+
+    options = LoadOptions(
+        url=url.rstrip("/"), model=model, conversations_per_s=rate, seed=seed, requests=requests
+    )
+    run(options)
 
 
 @app.command()

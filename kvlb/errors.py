@@ -4,6 +4,7 @@ KvlbError
 ├── SettingsError       an option, a file or an environment variable has to change
 ├── CaptureError        a capture of `kvlb audit` can't be read
 ├── PeerError           something we talk to did not answer as it should
+├── BrokenError         the process can't go on; its log says why
 └── MissingExtraError   an optional package isn't installed
 """
 
@@ -18,6 +19,10 @@ class SettingsError(KvlbError):
 
 class PeerError(KvlbError):
     """A balancer or an engine did not answer as it should."""
+
+
+class BrokenError(KvlbError):
+    """A part of this process ended that it can't do without."""
 
 
 class MissingExtraError(KvlbError):

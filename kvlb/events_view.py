@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import httpx
 
-from indexer.config import EngineSource, IndexerConfig, RankSource
+from indexer.config import IndexerConfig, InstanceSource, RankSource
 from indexer.core.endpoints import EndpointError, check_endpoint
 from indexer.core.stream_effects import Effect, ReplayEnded, RequestReplay
 from indexer.core.types import InstanceId, RankId
 from indexer.follower import FollowedBatch, FollowedItem, follow
-from indexer.sources import EngineRefusedError, SourceError, find_sources
+from indexer.sources import InstanceRefusedError, SourceError, find_sources
 from kvlb.errors import PeerError, SettingsError
 from kvlb.event_lines import EventLines, Line, render_line
 from kvlb.event_loop import run_command, stop_event
@@ -167,11 +167,11 @@ async def find_streams(options: EventsOptions) -> Sequence[RankSource]:
                 replay=options.replay,
             )
         ]
-    engine = EngineSource(url=options.engine, replay=options.replay, model=UNKNOWN_MODEL)
+    engine = _instance_source(options)
     try:
         async with httpx.AsyncClient(trust_env=False) as http:
             found = await find_sources(engine, config=IndexerConfig(), http=http)
-    except EngineRefusedError as error:
+    except InstanceRefusedError as error:
         raise PeerError(str(error)) from error
     except SourceError as error:
         raise PeerError(f"no engine answers at {options.engine}") from error
@@ -186,6 +186,13 @@ REMEDIES = {
     "no_events_endpoint": "has no /kv_event_sources (vLLM before 0.31); name its event socket: "
     "kvlb events tcp://host:5557 --replay tcp://host:6557",
 }
+
+
+def _instance_source(options: EventsOptions) -> InstanceSource:
+    try:
+        return InstanceSource(url=options.engine, replay=options.replay, model=UNKNOWN_MODEL)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _is_url(engine: str) -> bool:

@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from balancer.app import create_app
 from balancer.core.fleet_view import RankFacts
-from balancer.server import ListenError, serve
+from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.rank_status import RankStatus
 from indexer.memory_index import MemoryIndex
 from indexer.service import IndexerService
 from indexer.status import IndexerCollector
-from kvlb.errors import SettingsError
+from kvlb.errors import BrokenError, SettingsError
 from kvlb.settings import KvlbSettings
 
 
@@ -74,6 +74,8 @@ async def run_kvlb(
                 )
             except ListenError as error:
                 raise SettingsError(f"{error}; choose another with --host or --port") from error
+            except BalancerBrokenError as error:
+                raise BrokenError(str(error)) from error
             indexing.cancel()
 
 

@@ -23,7 +23,7 @@ import yaml
 from balancer.config import BalancerConfig, check_config
 from balancer.core.control_settings import InstanceSettings, name_instances
 from balancer.core.settings_errors import ConfigError, decode_settings
-from indexer.config import Direction, EngineSource, IndexerConfig
+from indexer.config import Direction, IndexerConfig, InstanceSource
 from indexer.core.endpoints import check_endpoint
 from kvlb.errors import SettingsError
 from kvlb.instance_option import parse_instance
@@ -60,11 +60,11 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     instances: tuple[InstanceEntry, ...] = ()
     indexer: IndexerConfig = IndexerConfig()
 
-    def engine_sources(self) -> tuple[EngineSource, ...]:
+    def engine_sources(self) -> tuple[InstanceSource, ...]:
         """The instances as the indexer wants them."""
         keys = self.engine_keys()
         return tuple(
-            EngineSource(
+            InstanceSource(
                 url=each.id,
                 alias=each.name,
                 events=each.events,
@@ -72,8 +72,7 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
                 direction=each.direction,
                 topic=each.topic,
                 model=each.model,
-                # 1 is also what nobody said: then the engine is asked.
-                ranks=each.ranks if each.ranks > 1 else None,
+                ranks=each.ranks,
                 rank_base=each.rank_base,
                 api_key=keys.get(each.id),
             )

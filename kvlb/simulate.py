@@ -20,6 +20,7 @@ class SimulationOptions:
     prefill_tokens_per_s: float
     inter_token_ms: float
     drop_every: int
+    host: str = "127.0.0.1"
 
 
 def simulate(fleet: str, options: SimulationOptions) -> None:
@@ -37,7 +38,9 @@ async def _simulate(text: str, options: SimulationOptions) -> None:
     except SimulatorSettingsError as error:
         raise SettingsError(str(error)) from error
     with stop_event() as stopped:
-        async with simulated_fleet(spec, settings, base_port=options.base_port) as fleet:
+        async with simulated_fleet(
+            spec, settings, host=options.host, base_port=options.base_port
+        ) as fleet:
             for engine in fleet.engines:
                 engine.drop_live_batches(options.drop_every or None)
             _show(fleet)

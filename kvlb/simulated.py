@@ -23,25 +23,27 @@ def parse_fleet(text: str) -> FleetSpec:
 
 @asynccontextmanager
 async def simulated_fleet(
-    spec: FleetSpec, settings: EngineSettings, *, base_port: int = 0
+    spec: FleetSpec, settings: EngineSettings, *, host: str = "127.0.0.1", base_port: int = 0
 ) -> AsyncIterator[RunningFleet]:
-    """Run simulated engines on this machine until the block ends."""
+    """Run simulated engines in this process until the block ends."""
+    if not _is_free(host, 0):
+        raise SettingsError(f"{host!r} is no IPv4 address of this machine; give one with --host")
     for port in range(base_port, base_port + PORTS_PER_ENGINE * len(spec.roles)):
-        if base_port and not _is_free(port):
+        if base_port and not _is_free(host, port):
             raise SettingsError(
-                f"can't listen on port {port}; choose another --base-port, "
+                f"can't listen on {host}, port {port}; choose another --base-port, "
                 "or leave it out to take free ones"
             )
-    async with running_fleet(spec, engine=settings, base_port=base_port) as fleet:
+    async with running_fleet(spec, engine=settings, host=host, base_port=base_port) as fleet:
         yield fleet
 
 
-def _is_free(port: int) -> bool:
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
         # A port that was served until a moment ago can be listened on again.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except (OSError, OverflowError):
             return False
     return True

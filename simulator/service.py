@@ -86,18 +86,18 @@ class RunningEngine:
 
     @property
     def url(self) -> str:
-        return f"http://{self._surroundings.host}:{self._ports.http}"
+        return f"http://{_dialable(self._surroundings.host)}:{self._ports.http}"
 
     @property
     def events_endpoint(self) -> str:
         """Where subscribers of rank 0 connect; rank r is r ports further."""
-        return f"tcp://{self._surroundings.host}:{self._ports.events}"
+        return f"tcp://{_dialable(self._surroundings.host)}:{self._ports.events}"
 
     @property
     def replay_endpoint(self) -> str | None:
         if not self.settings.replay:
             return None
-        return f"tcp://{self._surroundings.host}:{self._ports.replay}"
+        return f"tcp://{_dialable(self._surroundings.host)}:{self._ports.replay}"
 
     @property
     def is_running(self) -> bool:
@@ -273,6 +273,11 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _dialable(host: str) -> str:
+    """A host to show: "every interface" is no address to connect to."""
+    return "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104 - recognised, not bound
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from balancer.connectors.contract import Connector
+from balancer.connectors.example import ExampleConnector
 from balancer.connectors.nixl import NixlConnector
 from balancer.connectors.none import NoConnector
 from balancer.core.fleet import Instance, Role
@@ -10,7 +11,7 @@ from balancer.core.fleet import Instance, Role
 
 def connectors() -> dict[str, Connector]:
     """Every connector by the name used in the configuration."""
-    known: tuple[Connector, ...] = (NixlConnector(), NoConnector())
+    known: tuple[Connector, ...] = (ExampleConnector(), NixlConnector(), NoConnector())
     return {connector.name: connector for connector in known}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from balancer.core.errors import BalancerError
+from balancer.core.errors import EngineError
 from balancer.core.fleet import Instance
 
 
@@ -40,11 +40,9 @@ class LegRequest:
     """Added to the leg's headers."""
 
 
-class NoTransferError(BalancerError):
+class NoTransferError(EngineError):
     """A prefill answer that doesn't let the decode leg start: a failed prefill leg."""
 
-    status = 502
-    type = "BadGatewayError"
     code = "no_transfer"
 
 
@@ -61,6 +59,7 @@ class Connector(Protocol):
     ) -> LegRequest:
         """Write the decode leg. Raises NoTransferError if the answer carries nothing to pull.
 
-        `prefill_answer` is the JSON body of a serial prefill leg's 200.
+        `prefill_answer` is the JSON body of a serial prefill leg's 200; one that tells of an error
+        (`core.usage.prefill_fault`) never gets here.
         """
         ...

@@ -3,22 +3,23 @@
 Rules:
 
 1. Only available instances that serve the request's model are candidates, each rank for itself.
-2. An unknown model is the client's fault only once some instance's models are known: 404 then,
-   else 503. A known model without an available instance is 503; all of them full is another 503.
+2. An unknown model is 404 or 503 as `core.model_lookup` says. A known model without an available instance is 503; all of them full is another 503.
 3. Overlap is what events say; predicted overlap adds what is on its way there without a gap. A
-   rank that isn't trusted (`load_only`) holds nothing. Several prompts add up.
+   rank that isn't trusted (`load_only`) holds nothing. Several prompts add up. A failed lookup
+   costs the overlap; that the rank has events at all stays known.
 4. The engine computes the last prompt token in any case: overlap is at most tokens - 1.
 
 Cost: per rank one load and a binary search of predicted blocks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from balancer.core.cost import LoadedCandidate, RequestShape
-from balancer.core.errors import ModelNotFoundError, NoInstanceError, OverloadedError
-from balancer.core.fleet import Fleet, Instance, Role
+from balancer.core.errors import NoInstanceError, OverloadedError
+from balancer.core.fleet import NO_CONNECTOR, Fleet, Instance, Role
 from balancer.core.load import LoadLedger
+from balancer.core.model_lookup import unknown_model
 from balancer.core.plan import Candidate
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from indexer.core.index import PrefixMatch, Prompt
@@ -42,6 +43,8 @@ class PromptMatches:
     """One answer of the index per prompt; empty if it gave none."""
     block_sizes: Mapping[RankId, int]
     """Last block size seen in each rank's events."""
+    trusts: Mapping[RankId, Trust] = field(default_factory=dict)
+    """Last known trust of each rank, for a lookup that got no answer."""
 
     def block_size(self, rank: RankId) -> int:
         """The rank's, else any in the fleet, else the usual one."""
@@ -58,7 +61,9 @@ class PromptMatches:
     def candidate(self, rank: RankId, instance: Instance, ledger: LoadLedger) -> Candidate:
         """`rank` with what it holds of the prompts."""
         overlap_tokens = predicted_tokens = 0
-        trust = Trust.LOAD_ONLY
+        # A rank that an answer leaves out has no events; a missing answer says nothing of it.
+        silent = Trust.LOAD_ONLY
+        trust = silent if self.by_rank else self.trusts.get(rank, silent)
         size = self.block_size(rank)
         for number, prompt in enumerate(self.prompts):
             match = self.by_rank[number].get(rank) if self.by_rank else None
@@ -95,17 +100,15 @@ class Pool:
     """Available, decode or mixed."""
     prefill: tuple[Instance, ...]
     """Available, prefill."""
-    prefill_expected: bool
-    """Some enabled prefill instance may serve the model, available or not."""
+    prefill_expected: frozenset[str]
+    """Connectors of the enabled prefill instances that may serve the model, available or not."""
 
 
 def find_pool(fleet: Fleet, model: str) -> Pool:
     """Instances for `model`. Raises ModelNotFoundError or NoInstanceError."""
     serving = fleet.serving(model)
     if not serving:
-        if any(instance.models for instance in fleet.instances):
-            raise ModelNotFoundError("the model does not exist", param="model")
-        raise NoInstanceError("no instance is available")
+        raise unknown_model(fleet)
     available = [instance for instance in serving if instance.is_available]
     answering = tuple(each for each in available if each.role.answers_clients)
     if not answering:
@@ -113,12 +116,14 @@ def find_pool(fleet: Fleet, model: str) -> Pool:
     return Pool(
         answering=answering,
         prefill=tuple(each for each in available if each.role is Role.PREFILL),
-        prefill_expected=any(
-            each.role is Role.PREFILL
+        prefill_expected=frozenset(
+            each.connector
+            for each in fleet.instances
+            if each.role is Role.PREFILL
+            and each.connector != NO_CONNECTOR
             and each.enabled
             and not each.draining
             and (each.models is None or each.models.serves(model))
-            for each in fleet.instances
         ),
     )
 
@@ -192,11 +197,11 @@ def _max_output_tokens(request: GenerateRequest) -> float:
 
 
 def _session(request: GenerateRequest, header: bytes) -> str | None:
-    for name, value in request.headers:
-        if name == header and value:
+    for each, value in request.headers:
+        if each == header and value:
             return value.decode("latin-1")
-    for field in ("session_id", "user", "prompt_cache_key"):
-        named = request.body.get(field)
+    for name in ("session_id", "user", "prompt_cache_key"):
+        named = request.body.get(name)
         if isinstance(named, str) and named:
             return named
     return None

@@ -9,9 +9,9 @@ from typing import Annotated
 import msgspec
 from xxhash import xxh32_hexdigest
 
-from balancer.core.addresses import parse_instance_id
-from balancer.core.fleet import Instance, Role
+from balancer.core.fleet import NO_CONNECTOR, Instance, Role
 from balancer.core.settings_errors import Secret
+from indexer.core.addresses import parse_instance_id
 from indexer.core.types import InstanceId
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
@@ -31,10 +31,11 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     role: Role = Role.MIXED
     connector: str | None = None
     """PD connector; default: `nixl` for prefill and decode instances, `none` for mixed ones."""
-    ranks: PositiveInt = 1
-    """Data-parallel ranks behind this address."""
+    ranks: PositiveInt | None = None
+    """Data-parallel ranks behind this address; default: what the engine's `/kv_event_sources`
+    lists (vLLM 0.31 and later), else 1."""
     rank_base: NonNegativeInt = 0
-    """Global number of its first rank."""
+    """Global number of its first rank, where the engine isn't asked or doesn't say."""
     api_key: Secret | None = None
     """The engine's `--api-key`."""
     api_key_env: str | None = None
@@ -56,12 +57,12 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def instance(self) -> Instance:
         """The instance before anything was seen of it."""
-        default_connector = "none" if self.role is Role.MIXED else "nixl"
+        default_connector = NO_CONNECTOR if self.role is Role.MIXED else "nixl"
         return Instance(
             id=self.id,
             alias=self.name,
             role=self.role,
-            ranks=tuple(range(self.rank_base, self.rank_base + self.ranks)),
+            ranks=tuple(range(self.rank_base, self.rank_base + (self.ranks or 1))),
             rank_base=self.rank_base,
             connector=self.connector or default_connector,
             enabled=self.enabled,

@@ -2,7 +2,7 @@
 
 One continuous formula, every term in seconds and named in the plan (docs/routing.md):
 
-    cost = queue + fixed + work + delay + stall + in_flight + fill
+    cost = queue + fixed + work + delay + stall + in_flight + recent
 
     queue     prefill work sent there before, not yet done
     fixed     what a first token costs however short the prompt is

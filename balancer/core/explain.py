@@ -19,6 +19,7 @@ REASONS = {
     "decode_has_cache": "no prefill leg: what the decode instance lacks is cheap to compute there",
     "short_prompt": "no prefill leg: the whole prompt is cheap to compute where it decodes",
     "no_prefill_instance": "no prefill leg: no prefill instance is available",
+    "connector_mismatch": "no prefill leg: every prefill instance has another connector",
     "not_splittable": "no prefill leg: such a request can't be split over two legs",
     "prefill_failed": "no prefill leg: prefill instances failed, and the operator allows local",
     "unscorable": "tokens are unknown: routed by load alone",

@@ -11,9 +11,13 @@ Rules:
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId
+
+NO_CONNECTOR = "none"
+"""Connector of an instance that hands over nothing."""
 
 
 class Role(StrEnum):
@@ -43,7 +47,7 @@ class Instance:
     """Global data-parallel ranks behind this address."""
     rank_base: int = 0
     """Global number of the first rank: `X-data-parallel-rank` wants `rank - rank_base`."""
-    connector: str = "none"
+    connector: str = NO_CONNECTOR
     """Name of the PD connector, a key of the connectors given to the router."""
     healthy: bool = False
     enabled: bool = True
@@ -63,11 +67,16 @@ class Instance:
         return str(rank - self.rank_base) if len(self.ranks) > 1 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Fleet:
     """All known instances, available or not."""
 
     instances: tuple[Instance, ...] = ()
+
+    @cached_property
+    def ranks(self) -> frozenset[RankId]:
+        """Every rank of every instance."""
+        return frozenset(rank for each in self.instances for rank in each.rank_ids())
 
     def by_id(self, instance: InstanceId) -> Instance | None:
         return next((each for each in self.instances if each.id == instance), None)

@@ -11,7 +11,12 @@ Rules:
 from dataclasses import dataclass
 from typing import Any
 
-from balancer.core.errors import BadRequestError, ModelNotFoundError, NoInstanceError
+from balancer.core.errors import (
+    BadRequestError,
+    BalancerError,
+    ModelNotFoundError,
+    NoInstanceError,
+)
 from balancer.core.fleet import Fleet, Instance
 
 
@@ -33,11 +38,16 @@ def find_model(fleet: Fleet, name: Any) -> MeantModel:
     serving = fleet.serving(name)
     served = next((each.models for each in sorted(serving, key=_is_down) if each.models), None)
     if served is None:
-        if not any(each.models for each in fleet.instances):
-            raise NoInstanceError("no instance has told its models yet")
-        raise ModelNotFoundError("the model does not exist in this fleet", param="model")
+        raise unknown_model(fleet)
     lora = None if name in served.aliases else name
     return MeantModel(model=name, base_model=served.base, lora=lora)
+
+
+def unknown_model(fleet: Fleet) -> BalancerError:
+    """The error for a model that no instance lists."""
+    if not any(each.models for each in fleet.instances):
+        return NoInstanceError("no instance has told its models yet")
+    return ModelNotFoundError("the model does not exist in this fleet", param="model")
 
 
 def _is_down(instance: Instance) -> bool:

@@ -24,6 +24,8 @@ class Reason(StrEnum):
     SHORT_PROMPT = "short_prompt"
     """Skipped: the whole prompt is at most the local limit."""
     NO_PREFILL_INSTANCE = "no_prefill_instance"
+    CONNECTOR_MISMATCH = "connector_mismatch"
+    """Every prefill instance has another connector: a fault of the configuration."""
     NOT_SPLITTABLE = "not_splittable"
     """The request can't be split over two legs (prompt_logprobs, several prompts, ...)."""
     PREFILL_FAILED = "prefill_failed"

@@ -6,7 +6,7 @@ Rules:
    prefill rank's with a transfer. So a mixed instance, a decode instance that holds the prompt
    and one that would be sent it compare in the same seconds.
 2. Prefill comes only from ranks whose connector is the decode instance's; `none` hands over
-   nothing.
+   nothing. A decode instance whose connector no prefill instance has prefills itself.
 3. Same input, same plan, whatever the order of candidates.
 
 Cost: two estimates and sorts; 64 + 64 candidates in under 1 ms.
@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 
 from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak, uncached_tokens
 from balancer.core.errors import FleetError, NoInstanceError, OverloadedError
+from balancer.core.fleet import NO_CONNECTOR
 from balancer.core.plan import Choice, RoutePlan
 from balancer.core.policies import Policy
 from balancer.core.prefill_policy import SplitFacts, Verdict, decide
 from balancer.core.routing_settings import PdSettings
-
-NO_CONNECTOR = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,7 @@ class Planner:
     ) -> Verdict:
         instance = loaded.candidate.instance
         return decide(
-            instance.role,
+            instance,
             uncached_tokens(shape, loaded.candidate),
             instance.connector in by_connector,
             facts,

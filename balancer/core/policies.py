@@ -27,7 +27,7 @@ LOAD_BOUND = 1.25
 
 
 class Policy(Protocol):
-    """Orders candidates; a user's own policy implements these two."""
+    """Orders candidates. `named_policy` knows the five that exist."""
 
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak

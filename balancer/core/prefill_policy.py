@@ -9,8 +9,9 @@ Rules, the first that applies decides:
 5. A prompt shorter than one block has nothing to hand over.
 6. Up to `local_prefill_max_tokens` uncached tokens run where the decode is, unless
    `force: remote`. An unscorable prompt's tokens are guessed from the body's size, all uncached.
-7. Everything else takes a prefill leg. In a fleet without prefill instances it runs where the
-   decode is; where they are all down that has to be allowed (`allow_local_on_failure`).
+7. Everything else takes a prefill leg. Where no prefill instance could ever hand over to this
+   one (none there, or each with another connector) it runs where the decode is; where they are
+   all down that has to be allowed (`allow_local_on_failure`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from balancer.core.fleet import Role
+from balancer.core.fleet import Instance, Role
 from balancer.core.plan import Reason
 from balancer.core.routing_settings import PdSettings
 
@@ -35,8 +36,8 @@ class SplitFacts:
     block_size: int = 16
     """The largest among those who would hand over or receive."""
     prefill_failed: bool = False
-    prefill_expected: bool = False
-    """The fleet has prefill instances for the model, available or not."""
+    prefill_expected: frozenset[str] = frozenset()
+    """Connectors of the fleet's prefill instances for the model, available or not."""
     prefill_full: bool = False
     """Some of them have no room. They are busy, not missing: nobody stands in for them."""
 
@@ -51,21 +52,32 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def decide(
-    role: Role, uncached_tokens: int, has_prefill: bool, facts: SplitFacts, settings: PdSettings
+    instance: Instance,
+    uncached_tokens: int,
+    has_prefill: bool,
+    facts: SplitFacts,
+    settings: PdSettings,
 ) -> Verdict:
     """Judge one decode candidate that lacks `uncached_tokens` of the prompt."""
-    if role is not Role.DECODE:
+    if instance.role is not Role.DECODE:
         return Verdict(reason=Reason.AGGREGATED)
     if local := _local_reason(facts, settings):
         return Verdict(reason=local)
     if settings.force != "remote" and uncached_tokens <= settings.local_prefill_max_tokens:
         return Verdict(reason=_cheap_reason(facts, settings))
     if not has_prefill:
-        is_allowed = settings.allow_local_on_failure or not facts.prefill_expected
-        return Verdict(
-            reason=Reason.NO_PREFILL_INSTANCE, allowed=is_allowed and not facts.prefill_full
-        )
+        return _without_prefill(instance.connector, facts, settings)
     return Verdict(reason=_remote_reason(facts, settings), remote=True)
+
+
+def _without_prefill(connector: str, facts: SplitFacts, settings: PdSettings) -> Verdict:
+    """Nobody can prefill for this candidate: because they are down, or because nobody ever could."""
+    if connector in facts.prefill_expected:
+        is_allowed = settings.allow_local_on_failure and not facts.prefill_full
+        return Verdict(reason=Reason.NO_PREFILL_INSTANCE, allowed=is_allowed)
+    if facts.prefill_expected:
+        return Verdict(reason=Reason.CONNECTOR_MISMATCH)
+    return Verdict(reason=Reason.NO_PREFILL_INSTANCE)
 
 
 def _local_reason(facts: SplitFacts, settings: PdSettings) -> Reason | None:

@@ -1,7 +1,7 @@
 """`RequestRecord`: what was predicted, chosen and delivered for one request.
 
-Written by the data plane from arrival to last byte, read by metrics, audit, trust and the
-decision log. Times are seconds of the process's monotonic clock.
+Written by the data plane from arrival to last byte, read by the metrics, the decision log and the
+log line of the request. Times are seconds of the process's monotonic clock.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class LegRecord:
     """One attempt at one leg."""
 
     kind: str
-    """`prefill` or `decode`."""
+    """`prefill`, `decode` (also where one rank does both) or `forward` (handed whole to one)."""
     alias: str
     overlap_tokens: int | None
     """Predicted at routing time; None if the prompt could not be scored."""

@@ -27,10 +27,6 @@ class TokenCache:
         self._entries: OrderedDict[bytes, Tokens] = OrderedDict()
         self._held_bytes = 0
 
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
-
     def get(self, key: bytes) -> Tokens | None:
         tokens = self._entries.get(key)
         if tokens is not None:

@@ -133,8 +133,11 @@ class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True):
     tokens_by_tier: Mapping[Tier, int]
     """Matched tokens, each counted at the fastest tier that holds it (in the rank's first full
     group). Tiers without any are left out."""
-    block_size: int
+    block_size: int | None
+    """Of the rank's first full group; None until its events have described one."""
     trust: Trust
+    epoch: int
+    """Another number than last time: the rank restarted, and what was known of it is void."""
 
     @property
     def tokens(self) -> int:
@@ -169,9 +172,9 @@ class BlockIndex(Protocol):
         ...
 
     async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
-        """Overlap of `prompt` with every rank of its model whose block size is known.
+        """Overlap of `prompt` with every rank of its model that an epoch was opened for.
 
-        A rank that holds nothing of it is present with 0 tokens.
+        A rank that holds nothing of it, or hasn't stored anything yet, is present with 0 tokens.
         """
         ...
 

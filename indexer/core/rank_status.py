@@ -25,6 +25,8 @@ class RankCounts:
     gaps: Counter[str] = field(default_factory=Counter)
     """Holes in the numbering, by outcome: opened, repaired, lost."""
     lost_batches: int = 0
+    wrong_rank: int = 0
+    """Batches that name another rank than the one whose connection they came on. Applied."""
     replays: Counter[str] = field(default_factory=Counter)
     """Replays, by outcome."""
     epochs: Counter[str] = field(default_factory=Counter)
@@ -68,12 +70,14 @@ class RankStatus:
     """Tokens per block, by KV-cache group."""
     lag_s: float | None
     """Age of the newest live batch when it was applied, by both clocks."""
+    named_rank: int | None
+    """Rank that the newest batch names: another than `rank` if ports are crossed."""
     counts: RankCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStatus:
-    """One engine of the fleet, whether its streams were found or not."""
+class InstanceStatus:
+    """One instance of the fleet, whether its streams were found or not."""
 
     instance: InstanceId
     alias: str

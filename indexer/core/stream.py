@@ -18,7 +18,8 @@ Rules:
 6. An empty replay from a number known to exist, or another payload under a known number, means
    another process: a new epoch, joined from 0.
 7. Asking is bounded (`StreamLimits`). What can't be had is given up, visibly, and live goes on.
-8. Back to EXACT: an epoch joined from 0, a replay complete from 0, or a clear after the loss.
+8. What a batch showed when it was applied comes back as an argument (`on_applied`); how far the
+   rank can be believed, and whether its life is worth telling again, is `core.trust`'s.
 
 Cost: O(1) per batch in order, one digest of its payload; held batches are sorted on giving up.
 """
@@ -29,6 +30,7 @@ from indexer.core.known_batches import KnownBatches
 from indexer.core.replay import Purpose, Replay, StreamLimits
 from indexer.core.stream_effects import (
     ApplyBatch,
+    BatchOutcome,
     Dropped,
     Effect,
     GapLost,
@@ -39,7 +41,6 @@ from indexer.core.stream_effects import (
     RequestReplay,
 )
 from indexer.core.trust import RankTrust
-from indexer.core.types import Trust
 
 
 class RankStream:
@@ -68,13 +69,14 @@ class RankStream:
     def _forget_life(self) -> None:
         self._next: int | None = None
         """The number to apply next; None: nothing is known of this life."""
+        self.trust.on_epoch()
         self._known = KnownBatches()
         self._doubt: str | None = None
         """Why the publisher may be another process by now."""
         self._late_checked_at: int | None = None
         self._gap: GapOpened | None = None
-        self._is_joining = False
-        """A replay from 0 is under way and nothing of it has been lost."""
+        self._is_joining = self._is_rebuilding = False
+        """A replay from 0 is under way and nothing of it has been lost; it is not the first."""
         self._has_beginning = True
         """As far as we know the publisher still buffers this life's first batch."""
 
@@ -160,22 +162,25 @@ class RankStream:
         self._silences += 1
         return [ReplayEnded("silent"), *self._ask(replay.purpose)]
 
-    def on_cleared(self, seq: int) -> list[Effect]:
-        """Batch `seq` was applied and said that the cache is empty."""
-        return self.trust.on_cleared(seq) if self._gap is None else []
+    def on_applied(self, seq: int, outcome: BatchOutcome) -> list[Effect]:
+        """Batch `seq` had its turn."""
+        effects: list[Effect] = []
+        if outcome.is_cleared and self._gap is None:
+            effects += self.trust.on_cleared(seq)
+        if outcome.has_refusals:
+            effects += self.trust.on_refused(at=seq + 1)
+        return [*effects, *self.trust.on_orphans(outcome.orphans)]
 
-    def on_events_lost(self, seq: int) -> list[Effect]:
-        """Batch `seq` had its turn, but something of it could not be read."""
-        self._is_joining = False
-        return self.trust.degrade("events_rejected", at=seq + 1)
-
-    def on_rebuild_wanted(self) -> list[Effect]:
-        """The rank could do with being told its whole life again, where that may help."""
+    @property
+    def wants_rebuild(self) -> bool:
+        """Being told the whole life again may help, and can be asked for now."""
         is_busy = self._replay is not None or self._doubt is not None or not self._next
         is_hopeless = not self._may_replay or not self._has_beginning
-        if is_busy or is_hopeless or not self.trust.is_healed_by_replay:
-            return []
-        return self._ask(Purpose.REBUILD)
+        return not is_busy and not is_hopeless and self.trust.is_healed_by_replay
+
+    def on_rebuild_wanted(self) -> list[Effect]:
+        """The time has come: start over, if the beginning can still be had."""
+        return self._ask(Purpose.REBUILD) if self.wants_rebuild else []
 
     # Numbers already seen.
 
@@ -246,7 +251,7 @@ class RankStream:
 
     def _begin_at_0(self) -> list[Effect]:
         self._next = 0
-        return self.trust.set(Trust.EXACT, "joined_at_0")
+        return self.trust.on_whole("joined_at_0")
 
     def _open_gap(self) -> list[Effect]:
         if self._gap is not None:
@@ -264,13 +269,13 @@ class RankStream:
         self._asks = self._silences = 0
         effects: list[Effect] = []
         if self._doubt:
-            effects += self.trust.degrade(f"{self._doubt}_unverified", at=self._next or 0)
+            effects += self._lose(f"{self._doubt}_unverified")
         self._doubt = None
         for seq in sorted(self._known.held):
             effects += self._skip_to(seq)
             effects.append(self._apply(seq, self._known.held.pop(seq), waited=True))
         if self._next is None:
-            effects += self.trust.set(Trust.LOAD_ONLY, "nothing_known")
+            effects += self.trust.on_nothing_known()
         return [*effects, *self._finish_join()]
 
     def _skip_to(self, seq: int) -> list[Effect]:
@@ -285,7 +290,7 @@ class RankStream:
 
     def _lose(self, reason: str) -> list[Effect]:
         self._is_joining = False
-        return self.trust.degrade(reason, at=self._next or 0)
+        return self.trust.on_loss(reason, at=self._next or 0)
 
     # Replay.
 
@@ -343,6 +348,7 @@ class RankStream:
         self._forget_life()
         for seq, payload in held.items():
             self._known.hold(seq, payload)
+        self._is_rebuilding = True
         return [OpenEpoch("rebuilt"), *self._join_at(0)]
 
     def _join_at(self, seq: int) -> list[Effect]:
@@ -356,7 +362,7 @@ class RankStream:
         if not self._is_joining:
             return []
         self._is_joining = False
-        return self.trust.set(Trust.EXACT, "replayed")
+        return self.trust.on_whole("replayed", by_rebuild=self._is_rebuilding)
 
     def _on_empty_life(self) -> list[Effect]:
         """The publisher buffers nothing: it has published nothing, or we know better."""
@@ -364,7 +370,7 @@ class RankStream:
             return self._advance()
         self._next = 0
         self._asks = self._silences = 0
-        return self.trust.set(Trust.EXACT, "fresh")
+        return self.trust.on_whole("fresh")
 
     def _settle(self) -> list[Effect]:
         """A replay ended as it should: what it left open is asked for again."""

@@ -1,4 +1,6 @@
-"""What `core.stream` asks of its shell, and what it tells it. Performed in order.
+"""What `core.stream` asks of its shell, and what it tells it; and what the shell tells back.
+
+Effects are performed in order.
 
 `Effect` is closed: consumers match every case and end in `assert_never`.
 """
@@ -16,6 +18,18 @@ class ApplyBatch:
     payload: bytes
     replayed: bool = False
     """It waited or came by replay, so its age says nothing about the live path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """What applying one batch showed. The shell hands it back after each `ApplyBatch`."""
+
+    is_cleared: bool = False
+    """It said that the cache is empty."""
+    has_refusals: bool = False
+    """Something of it could not be read, or not be used (`core.refusals`)."""
+    orphans: int = 0
+    """Blocks that wait for their parent now."""
 
 
 @dataclass(frozen=True, slots=True)

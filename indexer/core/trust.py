@@ -2,8 +2,16 @@
 
 Rules:
 
-1. A change is reported once; a second reason for the same level changes nothing.
-2. A loss is healed by a clear only if the clear came after it.
+1. Three things keep a rank from being exact: a loss (numbers that never came, or can't be proved),
+   refused events (numbers that came and couldn't be used), and orphans (blocks whose parent is
+   unknown). It is DEGRADED while any of them stands; the reason is the first of that order.
+2. Ways back. From a loss: a complete replay, or a clear after it. From refused events: a clear
+   after them, or a new epoch without any. From orphans: none are left.
+3. A replay is worth asking for after a loss, and for orphans until one complete replay has
+   brought no parent: then the engine never announced it, or has dropped it since.
+4. A new epoch forgets what stood against the old one, silently: until it has been joined the last
+   word stays, and only the join says otherwise.
+5. A change of level, or of the reason for a lower one, is reported once.
 
 Cost: constant.
 """
@@ -18,27 +26,85 @@ class RankTrust:
     def __init__(self) -> None:
         self.level = Trust.LOAD_ONLY
         self.reason = "no_events_yet"
-        self._impaired_at = 0
-        """First number after the newest loss."""
+        self._is_joined = False
+        """What this epoch began with is known, or known to be lost."""
+        self._forget()
 
-    def set(self, level: Trust, reason: str) -> list[Effect]:
-        if level is self.level:
-            return []
-        self.level, self.reason = level, reason
-        return [TrustChanged(level, reason)]
+    def _forget(self) -> None:
+        self._loss: str | None = None
+        self._lost_at = 0
+        """First number after the newest loss."""
+        self._refused_at: int | None = None
+        """First number after the newest refused event."""
+        self._orphans = 0
+        self._is_replay_tried = False
+        """A complete replay has told all there is to tell about parents."""
 
     @property
     def is_healed_by_replay(self) -> bool:
-        """What could not be read once can't be read again; anything else is worth a replay."""
-        return self.level is Trust.DEGRADED and self.reason != "events_rejected"
+        """What was refused once would be refused again; anything else is worth a replay."""
+        return self._loss is not None or (self._orphans > 0 and not self._is_replay_tried)
 
-    def degrade(self, reason: str, *, at: int) -> list[Effect]:
+    def on_epoch(self) -> None:
+        """Nothing that stood against the old epoch matters any more."""
+        self._is_joined = False
+        self._forget()
+
+    def on_nothing_known(self) -> list[Effect]:
+        """Nobody could tell anything about this epoch."""
+        return self._report(Trust.LOAD_ONLY, "nothing_known")
+
+    def on_whole(self, reason: str, *, by_rebuild: bool = False) -> list[Effect]:
+        """Nothing of this epoch is missing; `by_rebuild`: a replay has just told all of it."""
+        self._loss = None
+        self._is_replay_tried = by_rebuild
+        return self._join(reason)
+
+    def on_loss(self, reason: str, *, at: int) -> list[Effect]:
         """Something before number `at` was lost or can't be proved."""
-        self._impaired_at = at
-        return self.set(Trust.DEGRADED, reason)
+        self._loss = self._loss or reason
+        self._lost_at = at
+        return self._join(reason)
+
+    def on_refused(self, *, at: int) -> list[Effect]:
+        """Something before number `at` came and could not be used."""
+        self._refused_at = at
+        return self._weigh("")
+
+    def on_orphans(self, orphans: int) -> list[Effect]:
+        """So many blocks wait for their parent now."""
+        if orphans == self._orphans:
+            return []
+        self._orphans = orphans
+        return self._weigh("orphans_gone")
 
     def on_cleared(self, seq: int) -> list[Effect]:
-        """Batch `seq` said that the cache is empty: no older loss matters any more."""
-        if self.level is Trust.DEGRADED and seq >= self._impaired_at:
-            return self.set(Trust.EXACT, "cleared")
-        return []
+        """Batch `seq` said that the cache is empty: nothing older matters any more."""
+        if seq >= self._lost_at:
+            self._loss = None
+        if self._refused_at is not None and seq >= self._refused_at:
+            self._refused_at = None
+        self._orphans = 0
+        return self._weigh("cleared")
+
+    def _join(self, reason: str) -> list[Effect]:
+        self._is_joined = True
+        return self._weigh(reason)
+
+    def _weigh(self, way_back: str) -> list[Effect]:
+        if not self._is_joined:
+            return []
+        if self._loss is not None:
+            return self._report(Trust.DEGRADED, self._loss)
+        if self._refused_at is not None:
+            return self._report(Trust.DEGRADED, "events_refused")
+        if self._orphans:
+            return self._report(Trust.DEGRADED, "orphans")
+        return self._report(Trust.EXACT, way_back)
+
+    def _report(self, level: Trust, reason: str) -> list[Effect]:
+        is_same_level = level is self.level
+        if is_same_level and (level is not Trust.DEGRADED or reason == self.reason):
+            return []
+        self.level, self.reason = level, reason
+        return [TrustChanged(level, reason)]

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from kvlb.demo.client import Answer, ask, open_client
 from kvlb.demo.report import NONE, RoutedRequest
-from kvlb.demo.stage import ANSWER_ALLOWANCE_S
+from kvlb.demo.stage import Stage
 from simulator.workload import Conversation
 
 
@@ -19,7 +19,7 @@ async def play(
     url: str,
     conversations: Sequence[Conversation],
     *,
-    model: str,
+    stage: Stage,
     clock: Callable[[], float],
     on_answer: Callable[[], None],
 ) -> tuple[RoutedRequest, ...]:
@@ -27,7 +27,7 @@ async def play(
     started_s = clock()
     async with open_client(url) as client, asyncio.TaskGroup() as group:
         players = [
-            _Player(client, number, conversation, model, clock, on_answer)
+            _Player(client, number, conversation, stage, clock, on_answer)
             for number, conversation in enumerate(conversations)
         ]
         tasks = [group.create_task(player.play(started_s)) for player in players]
@@ -42,14 +42,14 @@ class _Player:
         client: AsyncOpenAI,
         number: int,
         conversation: Conversation,
-        model: str,
+        stage: Stage,
         clock: Callable[[], float],
         on_answer: Callable[[], None],
     ) -> None:
         self._client = client
         self._number = number
         self._conversation = conversation
-        self._model = model
+        self._stage = stage
         self._clock = clock
         self._on_answer = on_answer
 
@@ -60,12 +60,12 @@ class _Player:
         requests = []
         planned_s = started_s + self._conversation.start_s
         for number, turn in enumerate(self._conversation.turns):
-            planned_s += turn.think_s + (ANSWER_ALLOWANCE_S if number else 0.0)
+            planned_s += turn.think_s + (self._stage.answer_allowance_s if number else 0.0)
             await asyncio.sleep(max(0.0, planned_s - self._clock()))
             messages.append({"role": "user", "content": turn.text})
             answer = await ask(
                 self._client,
-                model=self._model,
+                model=self._stage.engine.model,
                 messages=messages,
                 max_tokens=turn.max_tokens,
                 clock=self._clock,

@@ -24,11 +24,12 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from balancer.core.control_settings import TokensSettings
 from balancer.core.routing_settings import PdSettings, PolicyName, RoutingSettings
 from indexer.core.types import Trust
 from kvlb.demo.counters import count_fleet
 from kvlb.demo.report import DemoReport, EngineCounts, PolicyRun, judge
-from kvlb.demo.stage import set_stage
+from kvlb.demo.stage import Stage, set_stage
 from kvlb.demo.tables import show_report
 from kvlb.errors import MissingExtraError, PeerError
 from kvlb.event_loop import run_command
@@ -36,7 +37,6 @@ from kvlb.logs import configure_logs
 from kvlb.running import RunningKvlb, running_kvlb
 from kvlb.settings import KvlbSettings, Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
-from simulator.core.settings import EngineSettings
 from simulator.service import RunningFleet
 from simulator.workload import Conversation
 from simulator.workload import conversations as write_conversations
@@ -64,7 +64,12 @@ def demo(options: DemoOptions, *, as_json: bool) -> int:
         raise MissingExtraError(
             "the demo talks through the `openai` package; install it with: pip install 'kvlb[demo]'"
         ) from error
-    report = run_command(run_demo(options))
+    stage = set_stage(options.conversations, options.turns)
+    return print_report(run_command(run_demo(options.seed, stage)), as_json=as_json)
+
+
+def print_report(report: DemoReport, *, as_json: bool) -> int:
+    """Print both runs and the verdict, which is also the exit code."""
     if as_json:
         sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
     else:
@@ -72,10 +77,9 @@ def demo(options: DemoOptions, *, as_json: bool) -> int:
     return 0 if report.passed else 1
 
 
-async def run_demo(options: DemoOptions) -> DemoReport:
+async def run_demo(seed: int, stage: Stage) -> DemoReport:
     """Play the workload once per policy."""
-    stage = set_stage(options.conversations, options.turns)
-    script = write_conversations(options.seed, stage.shape)
+    script = write_conversations(seed, stage.shape)
     progress = Progress(
         TextColumn("{task.description:<12}"),
         BarColumn(),
@@ -84,13 +88,13 @@ async def run_demo(options: DemoOptions) -> DemoReport:
         console=Console(stderr=True),
     )
     with progress:
-        total = options.conversations * options.turns
+        total = stage.shape.conversations * stage.shape.turns
         bars = {name: progress.add_task(name, total=total, start=False) for name in POLICIES}
         runs = []
         for name in POLICIES:
             progress.start_task(bars[name])
             advance = _advance(progress, bars[name])
-            runs.append(await run_policy(name, script, stage.engine, on_answer=advance))
+            runs.append(await run_policy(name, script, stage, on_answer=advance))
     ours, theirs = runs
     return judge(ours, theirs)
 
@@ -101,19 +105,19 @@ POLICIES: tuple[PolicyName, ...] = ("kvlb", "round_robin")
 async def run_policy(
     policy: PolicyName,
     script: Sequence[Conversation],
-    engine: EngineSettings,
+    stage: Stage,
     *,
     on_answer: Callable[[], None],
 ) -> PolicyRun:
     """Play `script` over a fresh fleet."""
     from kvlb.demo.play import play  # noqa: PLC0415 - needs the optional extra
 
-    async with simulated_fleet(parse_fleet(FLEET), engine) as fleet:
+    async with simulated_fleet(parse_fleet(FLEET), stage.engine) as fleet:
         async with running_kvlb(_settings(policy, fleet)) as kvlb:
-            await _wait_until_ready(kvlb, engines=len(fleet.engines))
+            await wait_until_ready(kvlb, engines=len(fleet.engines))
             started_s = time.monotonic()
             requests = await play(
-                kvlb.url, script, model=engine.model, clock=time.monotonic, on_answer=on_answer
+                kvlb.url, script, stage=stage, clock=time.monotonic, on_answer=on_answer
             )
             duration_s = time.monotonic() - started_s
         counts = await _count(fleet)
@@ -124,13 +128,19 @@ def _settings(policy: PolicyName, fleet: RunningFleet) -> KvlbSettings:
     instances = tuple(instance_option(engine) for engine in fleet.engines)
     settings = load_settings(None, Overrides(instances=instances, port=0), {})
     pd = PdSettings(force="remote") if policy == "round_robin" else PdSettings()
-    return msgspec.structs.replace(settings, routing=RoutingSettings(policy=policy), pd=pd)
+    return msgspec.structs.replace(
+        settings,
+        routing=RoutingSettings(policy=policy),
+        pd=pd,
+        # Engines, balancer and clients share one process here, and /tokenize is one of them.
+        tokens=TokensSettings(deadline_s=1.0),
+    )
 
 
-async def _wait_until_ready(kvlb: RunningKvlb, *, engines: int) -> None:
+async def wait_until_ready(kvlb: RunningKvlb, *, engines: int, deadline_s: float = READY_S) -> None:
     """Both halves know the whole fleet: instances are healthy, events are followed."""
     try:
-        async with asyncio.timeout(READY_S), httpx.AsyncClient(trust_env=False) as http:
+        async with asyncio.timeout(deadline_s), httpx.AsyncClient(trust_env=False) as http:
             while True:
                 answer = await http.get(f"{kvlb.url}/ready")
                 body = answer.json()
@@ -139,7 +149,7 @@ async def _wait_until_ready(kvlb: RunningKvlb, *, engines: int) -> None:
                     return
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
-        raise PeerError(f"the simulated fleet was not ready within {READY_S:.0f} s") from error
+        raise PeerError(f"the simulated fleet was not ready within {deadline_s:g} s") from error
 
 
 async def _count(fleet: RunningFleet) -> EngineCounts:

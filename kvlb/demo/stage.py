@@ -32,7 +32,6 @@ TURNS_PER_S = 7.0
 CONVERSATIONS_PER_S = 4.0
 LEAST_THINK_S = 0.4
 ANSWER_ALLOWANCE_S = 1.0
-"""Planned time for an answer, before the user begins to think."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,8 @@ class Stage:
 
     engine: EngineSettings
     shape: WorkloadShape
+    answer_allowance_s: float = ANSWER_ALLOWANCE_S
+    """Planned time for an answer, before the user begins to think."""
 
 
 def set_stage(conversations: int, turns: int) -> Stage:

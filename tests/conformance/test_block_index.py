@@ -75,7 +75,7 @@ async def test_match_is_the_leading_run_of_held_blocks(index: BlockIndex) -> Non
     await index.apply(update(E0, FULL, held(KEYS[:3])))
 
     assert await index.match(prompt()) == {
-        E0: PrefixMatch(tokens_by_tier={Tier.GPU: 12}, block_size=SIZE, trust=Trust.EXACT)
+        E0: PrefixMatch(tokens_by_tier={Tier.GPU: 12}, block_size=SIZE, trust=Trust.EXACT, epoch=1)
     }
 
 
@@ -120,16 +120,19 @@ async def test_rank_that_holds_nothing_is_present(index: BlockIndex) -> None:
     await index.apply(update(E0, FULL))
 
     assert (await index.match(prompt()))[E0] == PrefixMatch(
-        tokens_by_tier={}, block_size=SIZE, trust=Trust.EXACT
+        tokens_by_tier={}, block_size=SIZE, trust=Trust.EXACT, epoch=1
     )
 
 
-async def test_rank_without_a_block_size_is_absent(index: BlockIndex) -> None:
-    """An update, or a trust, alone says nothing about blocks."""
-    await index.apply(update(E0))
+async def test_rank_that_stored_nothing_yet_is_present(index: BlockIndex) -> None:
+    """Its trust and epoch are known before its block size. A trust alone names no rank."""
+    await index.apply(update(E0, epoch=3))
+    await index.set_trust(E0, Trust.DEGRADED)
     await index.set_trust(E1, Trust.DEGRADED)
 
-    assert await index.match(prompt()) == {}
+    assert await index.match(prompt()) == {
+        E0: PrefixMatch(tokens_by_tier={}, block_size=None, trust=Trust.DEGRADED, epoch=3)
+    }
 
 
 async def test_ranks_of_one_instance_are_apart(index: BlockIndex) -> None:
@@ -286,10 +289,19 @@ async def test_new_epoch_empties_the_rank_at_once(index: BlockIndex) -> None:
     await index.apply(update(E1, FULL, held(KEYS[:3])))
 
     await index.apply(update(E0, epoch=2))
-    assert await overlap(index) == {E1: 12}
+    assert await overlap(index) == {E0: 0, E1: 12}
     assert (await index.size()).entries_by_rank == {E0: 0, E1: 3}
     await index.apply(update(E0, FULL, held(KEYS[:1]), epoch=2))
     assert await overlap(index) == {E0: 4, E1: 12}
+
+
+async def test_epoch_is_told_with_the_match(index: BlockIndex) -> None:
+    """From the first update of the new life on, though it holds nothing yet."""
+    await index.apply(update(E0, FULL, held(KEYS[:3]), epoch=4))
+    before = (await index.match(prompt()))[E0].epoch
+    await index.apply(update(E0, epoch=7))
+
+    assert (before, (await index.match(prompt()))[E0].epoch) == (4, 7)
 
 
 async def test_stale_epoch_is_refused_and_changes_nothing(index: BlockIndex) -> None:
@@ -330,7 +342,7 @@ async def test_retired_rank_may_return(index: BlockIndex) -> None:
 
     await index.apply(update(E0, FULL, held(KEYS[:1])))
     assert await index.match(prompt()) == {
-        E0: PrefixMatch(tokens_by_tier={Tier.GPU: 4}, block_size=SIZE, trust=Trust.EXACT)
+        E0: PrefixMatch(tokens_by_tier={Tier.GPU: 4}, block_size=SIZE, trust=Trust.EXACT, epoch=1)
     }
 
 
@@ -434,11 +446,11 @@ async def test_window_of_unknown_width_limits_nothing(index: BlockIndex) -> None
     assert await overlap(index) == {E0: 20}
 
 
-async def test_window_alone_is_no_candidate(index: BlockIndex) -> None:
+async def test_window_alone_gives_no_credit(index: BlockIndex) -> None:
     """Without a full group nothing is known about a prefix."""
     await index.apply(update(E0, window(9), held(KEYS[:5], group=1)))
 
-    assert await index.match(prompt()) == {}
+    assert await overlap(index) == {E0: 0}
 
 
 async def test_full_groups_all_bound_the_hit(index: BlockIndex) -> None:

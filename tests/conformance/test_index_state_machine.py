@@ -63,7 +63,7 @@ class Life:
         self.at = at
         self.epoch = epoch
         self.is_known = False
-        """The index has heard of a full group in this epoch."""
+        """The index has heard of this epoch."""
         self.blocks = RankBlocks(rank=RANKS[at], model=MODELS[at], epoch=epoch)
         self.copies: Counter[tuple[int, Tier, Path]] = Counter()
         self.seq = 0
@@ -186,6 +186,7 @@ class Fleet(RuleBasedStateMachine):
             }
             for rank, match in matches.items():
                 assert match.trust is self.trust.get(rank, Trust.EXACT)
+                assert match.epoch == self.lives[RANKS.index(rank)].epoch
 
     async def _match_all(self) -> dict[tuple[str, Path], dict[RankId, PrefixMatch]]:
         return {asked: await self.index.match(prompt) for asked, prompt in PROMPTS.items()}
@@ -209,7 +210,7 @@ class Fleet(RuleBasedStateMachine):
         update = life.blocks.apply(life.seq, batch)
         life.seq += 1
         self.runner.run(self.index.apply(update))
-        life.is_known = 0 in life.blocks.groups
+        life.is_known = True
 
     def _events(self, life: Life, step: Step) -> Sequence[Event]:
         """What the engine says of one step, which the model notes down."""

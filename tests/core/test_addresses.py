@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.addresses import parse_instance_id
+from indexer.core.addresses import parse_instance_id
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,12 @@ def plan(
 ) -> RoutePlan:
     planner = Planner(policy=named_policy(policy), pd=pd or PdSettings())
     shape = RequestShape(prompt_tokens=tokens)
-    facts = facts or SplitFacts(prompt_tokens=tokens, prefill_expected=bool(prefill))
+    facts = facts or SplitFacts(prompt_tokens=tokens, prefill_expected=connectors_of(prefill))
     return planner.plan(shape, facts, decode, prefill, DRAW)
+
+
+def connectors_of(prefill: Sequence[LoadedCandidate]) -> frozenset[str]:
+    return frozenset(each.candidate.instance.connector for each in prefill) - {"none"}
 
 
 def route(made: RoutePlan) -> tuple[str | None, str]:
@@ -129,10 +133,9 @@ def test_prefill_needs_the_same_connector(connector: str) -> None:
     made = plan(
         [loaded("d0", Role.DECODE, connector=connector)],
         [loaded("p0", Role.PREFILL), loaded("p1", Role.PREFILL, connector="none")],
-        pd=PdSettings(allow_local_on_failure=True),
     )
 
-    assert (route(made), made.reason) == ((None, "d0"), Reason.NO_PREFILL_INSTANCE)
+    assert (route(made), made.reason) == ((None, "d0"), Reason.CONNECTOR_MISMATCH)
 
 
 def test_each_decode_instance_gets_prefill_of_its_own_connector() -> None:
@@ -153,7 +156,7 @@ def test_each_decode_instance_gets_prefill_of_its_own_connector() -> None:
 
 def test_who_needs_no_prefill_leg_is_preferred_while_prefill_is_down() -> None:
     """Only the one that holds the prompt may serve it, whatever the policy."""
-    facts = SplitFacts(prompt_tokens=4000, prefill_expected=True)
+    facts = SplitFacts(prompt_tokens=4000, prefill_expected=frozenset({"nixl"}))
     decode = [loaded("d0", Role.DECODE), loaded("d1", Role.DECODE, held_tokens=3900, requests=9)]
 
     for policy in ("kvlb", "round_robin", "least_loaded"):
@@ -168,7 +171,9 @@ def test_who_needs_no_prefill_leg_is_preferred_while_prefill_is_down() -> None:
 )
 def test_a_prompt_that_nobody_may_prefill_is_refused(is_full: bool, error: type[Exception]) -> None:
     """With the error that says whether to come back (F26, F36)."""
-    facts = SplitFacts(prompt_tokens=4000, prefill_expected=True, prefill_full=is_full)
+    facts = SplitFacts(
+        prompt_tokens=4000, prefill_expected=frozenset({"nixl"}), prefill_full=is_full
+    )
 
     with pytest.raises(error):
         plan([loaded("d0", Role.DECODE)], facts=facts)

@@ -119,7 +119,9 @@ class DecisionFleet:
             if key not in held:
                 break
             blocks += 1
-        return PrefixMatch(tokens_by_tier={Tier.GPU: blocks * 16}, block_size=16, trust=Trust.EXACT)
+        return PrefixMatch(
+            tokens_by_tier={Tier.GPU: blocks * 16}, block_size=16, trust=Trust.EXACT, epoch=1
+        )
 
 
 @dataclass(slots=True)

@@ -6,13 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.fleet import Role
+from balancer.core.fleet import Instance, Role
 from balancer.core.plan import Reason
 from balancer.core.prefill_policy import SplitFacts, Verdict, decide, is_splittable
 from balancer.core.routing_settings import PdSettings
+from indexer.core.types import InstanceId
 
 AUTO = PdSettings()
 LONG = SplitFacts(prompt_tokens=1000)
+NIXL = frozenset({"nixl"})
+
+
+def instance(role: Role = Role.DECODE) -> Instance:
+    return Instance(id=InstanceId("http://e:8000"), alias="e", role=role, connector="nixl")
 
 
 def verdict(
@@ -22,12 +28,12 @@ def verdict(
     *,
     has_prefill: bool = True,
 ) -> Verdict:
-    return decide(Role.DECODE, uncached_tokens, has_prefill, facts, settings)
+    return decide(instance(), uncached_tokens, has_prefill, facts, settings)
 
 
 def test_a_mixed_instance_does_everything() -> None:
     """Whatever else is true."""
-    assert decide(Role.MIXED, 10**6, True, LONG, PdSettings(force="remote")) == Verdict(
+    assert decide(instance(Role.MIXED), 10**6, True, LONG, PdSettings(force="remote")) == Verdict(
         reason=Reason.AGGREGATED
     )
 
@@ -116,13 +122,15 @@ def test_after_failed_prefill_the_decode_instance_does_it() -> None:
 @pytest.mark.parametrize(
     ("expected", "full", "allow", "allowed"),
     [
-        pytest.param(False, False, False, True, id="none-configured"),
-        pytest.param(True, False, False, False, id="all-down"),
-        pytest.param(True, False, True, True, id="all-down-but-allowed"),
-        pytest.param(True, True, True, False, id="all-full"),
+        pytest.param(frozenset(), False, False, True, id="none-configured"),
+        pytest.param(NIXL, False, False, False, id="all-down"),
+        pytest.param(NIXL, False, True, True, id="all-down-but-allowed"),
+        pytest.param(NIXL, True, True, False, id="all-full"),
     ],
 )
-def test_without_a_prefill_instance(expected: bool, full: bool, allow: bool, allowed: bool) -> None:
+def test_without_a_prefill_instance(
+    expected: frozenset[str], full: bool, allow: bool, allowed: bool
+) -> None:
     """A fleet that has none computes locally; one whose are down must be told to (F36)."""
     facts = SplitFacts(prompt_tokens=1000, prefill_expected=expected, prefill_full=full)
     settings = PdSettings(allow_local_on_failure=allow)
@@ -132,9 +140,17 @@ def test_without_a_prefill_instance(expected: bool, full: bool, allow: bool, all
     )
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_instance_whose_connector_nobody_shares_prefills_itself(full: bool) -> None:
+    """Refusing the request would not mend the configuration; the reason names the fault."""
+    facts = SplitFacts(prompt_tokens=1000, prefill_expected=frozenset({"other"}), prefill_full=full)
+
+    assert verdict(1000, facts, has_prefill=False) == Verdict(reason=Reason.CONNECTOR_MISMATCH)
+
+
 def test_what_the_decode_instance_holds_needs_no_prefill_instance() -> None:
     """All prefill instances may be down: this request doesn't care."""
-    facts = SplitFacts(prompt_tokens=1000, prefill_expected=True)
+    facts = SplitFacts(prompt_tokens=1000, prefill_expected=NIXL)
 
     assert verdict(10, facts, has_prefill=False) == Verdict(reason=Reason.DECODE_HAS_CACHE)
 

@@ -80,7 +80,7 @@ def test_group_needs_the_blocks_of_its_window(
 def test_overlap_is_the_sum_of_the_tiers() -> None:
     """Each block counts at one tier only."""
     match = PrefixMatch(
-        tokens_by_tier={Tier.GPU: 32, Tier.CPU: 16}, block_size=16, trust=Trust.EXACT
+        tokens_by_tier={Tier.GPU: 32, Tier.CPU: 16}, block_size=16, trust=Trust.EXACT, epoch=1
     )
 
     assert match.tokens == 48

@@ -164,6 +164,32 @@ def test_branches_share_their_prefix(rank: Rank) -> None:
     assert rank.held() == set(keys_of(1))
 
 
+def test_place_of_a_middle_sibling_is_used_again_cleanly(rank: Rank) -> None:
+    """The next block in its row has neither its neighbours nor its parent."""
+    rank.apply(stored(1), stored(2, parent=1), stored(3, parent=1), stored(4, parent=1))
+    rank.apply(removed(3), stored(9))
+    rank.apply(stored(5, parent=9))
+
+    rank.apply(removed(9))
+    assert rank.held() == {*keys_of(1, 2), *keys_of(1, 4)}
+    rank.apply(removed(5))
+    assert rank.held() == {*keys_of(1, 2), *keys_of(1, 4)}
+    rank.apply(removed(1, 2, 4))
+    assert rank.blocks.tracked_entries() == 0
+
+
+def test_place_of_a_middle_sibling_is_used_by_a_child_at_once(rank: Rank) -> None:
+    """The same where the row goes to a block that hangs elsewhere."""
+    rank.apply(stored(9), stored(1), *[stored(each, parent=1) for each in (2, 3, 4)])
+    rank.apply(removed(3))
+    rank.apply(stored(5, parent=9))
+
+    rank.apply(removed(9), removed(5))
+    assert rank.held() == {*keys_of(1, 2), *keys_of(1, 4)}
+    rank.apply(removed(2, 4, 1))
+    assert rank.blocks.tracked_entries() == 0
+
+
 # Counting copies
 
 
@@ -634,6 +660,17 @@ def test_window_block_outlives_the_full_one(rank: Rank) -> None:
     assert rank.blocks.tracked_entries() == 0
 
 
+def test_copies_of_a_named_window_block_are_counted(rank: Rank) -> None:
+    """Two copies, two removals."""
+    rank.apply(window(2), full(1, 2))
+    rank.apply(window(2))
+
+    rank.apply(removed(2, group=1))
+    assert rank.held(group=1) == {keys_of(1, 2)[1]}
+    rank.apply(removed(2, group=1))
+    assert rank.held(group=1) == set()
+
+
 def test_unnamed_window_block_may_leave_again(rank: Rank) -> None:
     """A removal before the name finds the hash."""
     rank.apply(window(2), removed(2, group=1), full(1, 2))
@@ -818,6 +855,39 @@ def test_batching_changes_nothing(chains: list[list[int]], draw: random.Random) 
         one_by_one.apply(event)
     at_once.apply(*events)
     assert one_by_one.shown == at_once.shown
+
+
+paths = st.lists(names, min_size=1, max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(paths, st.integers(0, 9)), max_size=60))
+def test_after_each_event_what_is_held_is_what_can_be_reached(
+    steps: list[tuple[tuple[int, ...], int]],
+) -> None:
+    """Wide trees, rows used again: each step stores the end of a path or removes some block."""
+    rank, held = Rank(), list[tuple[int, ...]]()
+    for path, at in steps:
+        prefixes = [path[: end + 1] for end in range(len(path))]
+        if at > 3 and held:
+            gone = held.pop(at * 7 % len(held))
+            rank.apply(BlockRemoved([EngineHash(hash(gone) % 2**64)]))
+        else:
+            added = prefixes[min(at, len(path) - 1) :]
+            held += added
+            rank.apply(
+                stored(
+                    *(each[-1] for each in added),
+                    hashes=[EngineHash(hash(each) % 2**64) for each in added],
+                    parent=hash(added[0][:-1]) % 2**64 if len(added[0]) > 1 else None,
+                )
+            )
+        reachable = {
+            each for each in held if all(each[: end + 1] in held for end in range(len(each)))
+        }
+        assert rank.held() == {keys_of(*each)[-1] for each in reachable}
+    for gone in held:
+        rank.apply(BlockRemoved([EngineHash(hash(gone) % 2**64)]))
+    assert rank.blocks.tracked_entries() == 0
 
 
 small = st.integers(1, 5)

@@ -8,6 +8,7 @@ from indexer.core.replay import StreamLimits
 from indexer.core.stream import RankStream
 from indexer.core.stream_effects import (
     ApplyBatch,
+    BatchOutcome,
     Dropped,
     Effect,
     GapLost,
@@ -678,28 +679,32 @@ def test_replay_of_someone_else_is_given_up() -> None:
 # The way back.
 
 
+CLEARED = BatchOutcome(is_cleared=True)
+REFUSED = BatchOutcome(has_refusals=True)
+PARKED = BatchOutcome(orphans=2)
+
+
 def test_clear_after_the_loss_makes_the_rank_exact() -> None:
     """Nothing is held, so nothing is unknown."""
     stream = without_replay(0)
     stream.on_live(2, batch(2))
 
-    assert stream.on_cleared(0) == []
-    assert stream.on_cleared(2) == [TrustChanged(Trust.EXACT, "cleared")]
+    assert stream.on_applied(0, CLEARED) == []
+    assert stream.on_applied(2, CLEARED) == [TrustChanged(Trust.EXACT, "cleared")]
 
 
 def test_clear_with_an_open_gap_changes_nothing() -> None:
     """What is missing may come after it."""
-    stream = without_replay(0)
-    stream.on_live(2, batch(2))
     stream = live_at(2)
+    stream.on_applied(2, REFUSED)
     stream.on_live(4, batch(4))
 
-    assert stream.on_cleared(2) == []
+    assert stream.on_applied(3, CLEARED) == []
 
 
-def test_clear_on_an_exact_rank_changes_nothing() -> None:
-    """There is nothing to heal."""
-    assert live_at(2).on_cleared(2) == []
+def test_batch_that_shows_nothing_changes_nothing() -> None:
+    """The common case."""
+    assert live_at(2).on_applied(2, BatchOutcome()) == []
 
 
 def degraded_at(last: int, **limits: int) -> RankStream:
@@ -761,14 +766,69 @@ def test_rebuild_is_not_asked_for_when_it_cannot_help() -> None:
     assert busy.on_rebuild_wanted() == []
 
 
-def test_unreadable_events_degrade_until_a_clear() -> None:
+def test_refused_events_degrade_until_a_clear() -> None:
     """What they said is unknown; replaying them would say it no better."""
     stream = live_at(3)
 
-    assert stream.on_events_lost(3) == [TrustChanged(Trust.DEGRADED, "events_rejected")]
-    assert stream.on_rebuild_wanted() == []
-    assert stream.on_cleared(3) == []
-    assert stream.on_cleared(4) == [TrustChanged(Trust.EXACT, "cleared")]
+    assert stream.on_applied(3, REFUSED) == [TrustChanged(Trust.DEGRADED, "events_refused")]
+    assert not stream.wants_rebuild
+    assert stream.on_applied(3, CLEARED) == []
+    assert stream.on_applied(4, CLEARED) == [TrustChanged(Trust.EXACT, "cleared")]
+
+
+def test_refused_events_of_a_dead_process_are_forgotten() -> None:
+    """A new epoch that is whole is exact."""
+    stream = live_at(3)
+    stream.on_applied(3, REFUSED)
+
+    assert stream.on_live(0, batch(0, life=1)) == [
+        OpenEpoch("restarted"),
+        TrustChanged(Trust.EXACT, "joined_at_0"),
+        waited(0, life=1),
+    ]
+
+
+def test_refused_events_in_a_replay_are_not_healed_by_its_end() -> None:
+    """Complete, and yet not all of it could be used."""
+    stream = make_stream()
+    stream.on_connected()
+    stream.on_replayed(1, 0, batch(0))
+    assert stream.on_applied(0, REFUSED) == []
+
+    assert stream.on_replay_end(1) == [
+        ReplayEnded("answered"),
+        TrustChanged(Trust.DEGRADED, "events_refused"),
+    ]
+
+
+def test_orphans_degrade_and_ask_for_the_beginning() -> None:
+    """F05: their parent is known to the engine, and may be had."""
+    stream = live_at(3)
+
+    assert stream.on_applied(3, PARKED) == [TrustChanged(Trust.DEGRADED, "orphans")]
+    assert stream.on_rebuild_wanted() == [RequestReplay(0, 2)]
+
+
+def test_rank_without_orphans_is_exact_again() -> None:
+    """They were attached, or removed; nothing else was wrong."""
+    stream = live_at(3)
+    stream.on_applied(3, PARKED)
+
+    assert stream.on_applied(4, BatchOutcome()) == [TrustChanged(Trust.EXACT, "orphans_gone")]
+    assert not stream.wants_rebuild
+
+
+def test_orphans_that_outlive_a_rebuild_are_not_asked_about_again() -> None:
+    """The engine has told its whole life and never named their parent."""
+    stream = live_at(0)
+    stream.on_applied(0, PARKED)
+    stream.on_rebuild_wanted()
+    stream.on_replayed(2, 0, batch(0))
+    stream.on_applied(0, PARKED)
+
+    assert stream.on_replay_end(2) == [ReplayEnded("answered")]
+    assert (stream.trust.level, stream.trust.reason) == (Trust.DEGRADED, "orphans")
+    assert not stream.wants_rebuild
 
 
 # Laws.

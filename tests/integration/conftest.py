@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from fastapi import FastAPI, Response
 
-from indexer.config import EngineSource, IndexerConfig
+from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.index import BlockIndex
 from indexer.memory_index import MemoryIndex
 from indexer.service import IndexerService
@@ -185,7 +185,7 @@ def indexing() -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService
 
     @asynccontextmanager
     async def run(
-        *sources: EngineSource, index: BlockIndex | None = None, **settings: Any
+        *sources: InstanceSource, index: BlockIndex | None = None, **settings: Any
     ) -> AsyncIterator[tuple[IndexerService, BlockIndex]]:
         config = IndexerConfig(
             **{

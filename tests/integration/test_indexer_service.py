@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from indexer.config import EngineSource, IndexerConfig
+from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, Prompt
 from indexer.core.types import InstanceId, RankId, Trust
 from indexer.memory_index import MemoryIndex
-from indexer.sources import EngineRefusedError, EngineUnreachableError, find_sources
+from indexer.sources import InstanceRefusedError, InstanceUnreachableError, find_sources
 from indexer.status import IndexerCollector, indexer_status_app
 
 TOKENS = range(64)
@@ -49,7 +49,7 @@ async def held(index: BlockIndex, rank: RankId, model: str = "tiny") -> int | No
     return None if match is None else match.tokens // 16
 
 
-async def find(engine: EngineSource, **settings: Any) -> Any:
+async def find(engine: InstanceSource, **settings: Any) -> Any:
     async with httpx.AsyncClient() as http:
         return await find_sources(engine, config=IndexerConfig(**settings), http=http)
 
@@ -62,13 +62,13 @@ async def test_streams_of_every_rank_are_discovered(
         engine.sources = {"0": published(first), "1": published(second)}
         first.publish(stored(1))
         second.publish(stored(1, 2))
-        async with indexing(EngineSource(url=engine.url + "/")) as (service, index):
+        async with indexing(InstanceSource(url=engine.url + "/")) as (service, index):
             await service.caught_up(rank_of(engine, 0), 0)
             await service.caught_up(rank_of(engine, 1), 0)
 
             assert await held(index, rank_of(engine, 0)) == 1
             assert await held(index, rank_of(engine, 1)) == 2
-            assert [each.state for each in service.engines()] == ["following"]
+            assert [each.state for each in service.instances()] == ["following"]
 
 
 async def test_older_engine_is_followed_by_configuration(
@@ -78,7 +78,9 @@ async def test_older_engine_is_followed_by_configuration(
     async with engine_http() as engine, publishing() as publisher:
         engine.model = "older"
         publisher.publish(stored(1))
-        configured = EngineSource(url=engine.url, events=publisher.events, replay=publisher.replay)
+        configured = InstanceSource(
+            url=engine.url, events=publisher.events, replay=publisher.replay
+        )
         async with indexing(configured) as (service, index):
             status = await service.caught_up(rank_of(engine), 0)
 
@@ -91,7 +93,7 @@ async def test_configuration_overrules_the_engine_and_counts_its_ranks(engine_ht
     async with engine_http() as engine:
         entry = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}
         engine.sources = {"0": entry, "1": {**entry, "endpoint": "tcp://*:5558"}}
-        found = await find(EngineSource(url=engine.url, events="tcp://10.0.0.9:15557"))
+        found = await find(InstanceSource(url=engine.url, events="tcp://10.0.0.9:15557"))
 
         assert [each.events for each in found.ranks] == [
             "tcp://10.0.0.9:15557",
@@ -103,7 +105,7 @@ async def test_configuration_overrules_the_engine_and_counts_its_ranks(engine_ht
 async def test_ranks_beyond_the_first_node_have_global_numbers() -> None:
     """Ports are counted from the configured one by global rank."""
     found = await find(
-        EngineSource(
+        InstanceSource(
             url="http://[fd00::7]:8000",
             events="tcp://*:5557",
             replay="tcp://*:6557",
@@ -140,7 +142,7 @@ async def test_who_binds_is_read_off_the_endpoint(
     """The rule of vLLM: `*` or `::` makes the engine bind; anything else it connects to."""
     async with engine_http() as engine:
         engine.sources = {"0": {"endpoint": endpoint, "topic": "t"}}
-        found = await find(EngineSource(url=engine.url))
+        found = await find(InstanceSource(url=engine.url))
 
         (source,) = found.ranks
         assert (source.direction, source.events) == (direction, resolved)
@@ -165,7 +167,7 @@ async def test_engine_without_events_says_why(engine_http: Any, sources: Any, re
     """No fault: it is routed to by load."""
     async with engine_http() as engine:
         engine.sources = sources
-        found = await find(EngineSource(url=engine.url))
+        found = await find(InstanceSource(url=engine.url))
 
         assert (found.ranks, found.reason, found.model) == ((), reason, "tiny")
 
@@ -188,8 +190,8 @@ async def test_nonsense_from_an_engine_is_refused(engine_http: Any, sources: Any
     async with engine_http() as engine:
         engine.sources = sources
 
-        with pytest.raises(EngineRefusedError):
-            await find(EngineSource(url=engine.url))
+        with pytest.raises(InstanceRefusedError):
+            await find(InstanceSource(url=engine.url))
 
 
 async def test_engine_without_a_model_is_refused(engine_http: Any) -> None:
@@ -197,31 +199,31 @@ async def test_engine_without_a_model_is_refused(engine_http: Any) -> None:
     async with engine_http() as engine:
         engine.model = ""
 
-        with pytest.raises(EngineRefusedError, match="no base model"):
-            await find(EngineSource(url=engine.url))
+        with pytest.raises(InstanceRefusedError, match="no base model"):
+            await find(InstanceSource(url=engine.url))
 
 
 async def test_own_key_is_sent_and_a_wrong_one_reported(engine_http: Any) -> None:
     """Engines guard `/v1` with their key, which is never shown."""
     async with engine_http() as engine:
         engine.key = "secret-1"
-        right = EngineSource(url=engine.url, api_key="secret-1")
+        right = InstanceSource(url=engine.url, api_key="secret-1")
         assert (await find(right)).model == "tiny"
         assert "secret-1" not in repr(right)
 
-        with pytest.raises(EngineRefusedError, match="401"):
-            await find(EngineSource(url=engine.url, api_key="secret-2"))
+        with pytest.raises(InstanceRefusedError, match="401"):
+            await find(InstanceSource(url=engine.url, api_key="secret-2"))
 
 
 async def test_engine_that_is_down_is_unreachable(unused_url: str) -> None:
     """Ask again later."""
-    with pytest.raises(EngineUnreachableError):
-        await find(EngineSource(url=unused_url))
+    with pytest.raises(InstanceUnreachableError):
+        await find(InstanceSource(url=unused_url))
 
 
 async def test_configured_streams_need_no_answer(unused_url: str) -> None:
     """The event socket may be up before the HTTP server is."""
-    found = await find(EngineSource(url=unused_url, events="tcp://*:5557", model="tiny"))
+    found = await find(InstanceSource(url=unused_url, events="tcp://*:5557", model="tiny"))
 
     assert len(found.ranks) == 1
 
@@ -230,10 +232,10 @@ async def test_engine_that_comes_up_later_is_found(
     engine_http: Any, publishing: Any, indexing: Any, unused_url: str, eventually: Any
 ) -> None:
     """Discovery goes on; the indexer is ready meanwhile."""
-    async with publishing() as publisher, indexing(EngineSource(url=unused_url)) as (service, _):
-        await eventually(lambda: [each.state for each in service.engines()] == ["unreachable"])
+    async with publishing() as publisher, indexing(InstanceSource(url=unused_url)) as (service, _):
+        await eventually(lambda: [each.state for each in service.instances()] == ["unreachable"])
         assert service.is_ready
-        assert service.engines()[0].problem
+        assert service.instances()[0].problem
 
         async with engine_http(int(unused_url.rpartition(":")[2])) as engine:
             engine.sources = {"0": published(publisher)}
@@ -248,7 +250,7 @@ async def test_another_model_at_the_same_address_inherits_nothing(
     async with engine_http() as engine, publishing() as publisher:
         engine.sources = {"0": published(publisher)}
         publisher.publish(stored(1))
-        async with indexing(EngineSource(url=engine.url)) as (service, index):
+        async with indexing(InstanceSource(url=engine.url)) as (service, index):
             rank = rank_of(engine)
             await service.caught_up(rank, 0)
 
@@ -266,7 +268,7 @@ async def test_rank_that_is_no_longer_published_is_forgotten(
     async with engine_http() as engine, publishing() as first, publishing() as second:
         engine.sources = {"0": published(first), "1": published(second)}
         second.publish(stored(1))
-        async with indexing(EngineSource(url=engine.url)) as (service, index):
+        async with indexing(InstanceSource(url=engine.url)) as (service, index):
             await service.caught_up(rank_of(engine, 1), 0)
 
             engine.sources = {"0": published(first)}
@@ -295,7 +297,7 @@ async def test_engine_whose_discovery_fails_begins_anew(
         engine.sources = {"0": published(publisher)}
         publisher.publish(stored(1))
         index = ForgetfulIndex()
-        async with indexing(EngineSource(url=engine.url), index=index) as (service, _):
+        async with indexing(InstanceSource(url=engine.url), index=index) as (service, _):
             rank = rank_of(engine)
             await service.caught_up(rank, 0)
 
@@ -312,7 +314,7 @@ async def test_engine_that_leaves_takes_its_series_along(
     async with engine_http() as engine, publishing() as publisher:
         engine.sources = {"0": published(publisher)}
         publisher.publish(stored(1, 2), {"type": "NewInSomeRelease"})
-        async with indexing(EngineSource(url=engine.url, alias="gpu-0")) as (service, index):
+        async with indexing(InstanceSource(url=engine.url, alias="gpu-0")) as (service, index):
             registry = CollectorRegistry()
             registry.register(IndexerCollector(service))
             await service.caught_up(rank_of(engine), 0)
@@ -328,7 +330,7 @@ async def test_engine_that_leaves_takes_its_series_along(
             assert f"kvlb_index_rank_entries{labels}}} 2.0" in lines
 
             service.set_sources([])
-            await eventually(lambda: not service.engines())
+            await eventually(lambda: not service.instances())
             await service.measure()
             text = generate_latest(registry).decode()
 
@@ -344,7 +346,7 @@ async def test_status_app_answers(
     async with engine_http() as engine, publishing() as publisher:
         engine.sources = {"0": published(publisher)}
         publisher.publish(stored(1))
-        async with indexing(EngineSource(url=engine.url)) as (service, _):
+        async with indexing(InstanceSource(url=engine.url)) as (service, _):
             registry = CollectorRegistry()
             registry.register(IndexerCollector(service))
             app = indexer_status_app(service, registry)
@@ -360,5 +362,5 @@ async def test_status_app_answers(
                 assert (unready, ready) == (503, 200)
                 assert status["ranks"][0]["last_seq"] == 0
                 assert status["ranks"][0]["block_sizes"] == {"0": 16}
-                assert status["engines"][0]["state"] == "following"
+                assert status["instances"][0]["state"] == "following"
                 assert "kvlb_index_entries 1.0" in metrics.text.splitlines()

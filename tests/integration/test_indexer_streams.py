@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from indexer.config import EngineSource, RankSource
 from indexer.config import IndexerConfig as Config
+from indexer.config import InstanceSource, RankSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, IndexSize, Prompt, RankUpdate
 from indexer.core.stream_effects import GapOpened, GapRepaired, ReplayEnded, RequestReplay
@@ -50,9 +50,9 @@ async def held(index: BlockIndex, rank: RankId = R0) -> int | None:
     return None if match is None else match.tokens // BLOCK_SIZE
 
 
-def source(publisher: Any, url: str = E0, *, replay: bool = True, **more: Any) -> EngineSource:
+def source(publisher: Any, url: str = E0, *, replay: bool = True, **more: Any) -> InstanceSource:
     """Everything configured: no HTTP needed."""
-    return EngineSource(
+    return InstanceSource(
         url=url,
         events=publisher.events,
         replay=publisher.replay if replay else None,
@@ -262,7 +262,7 @@ async def test_bad_messages_cost_only_themselves(publishing: Any, indexing: Any)
             "bad_field": 1,
         }
         assert await held(index) == 4
-        assert (status.trust_reason, status.counts.connections) == ("events_rejected", 1)
+        assert (status.trust_reason, status.counts.connections) == ("events_refused", 1)
 
 
 async def test_bad_replay_answers_cost_only_themselves(publishing: Any, indexing: Any) -> None:
@@ -299,7 +299,7 @@ async def test_engine_connects_to_a_port_of_its_own(publishing: Any, indexing: A
         pass  # only to learn a port that is free
     bound = spare.events
     async with publishing(connect_to=bound, topic=b"anything") as engine:
-        dialled = EngineSource(
+        dialled = InstanceSource(
             url=E0, events=bound, replay=engine.replay, direction="bind", model="tiny", ranks=1
         )
         async with indexing(dialled) as (service, index):
@@ -322,7 +322,7 @@ async def test_shared_port_tells_engines_apart_by_topic(
         publishing(connect_to=bound, topic=b"stranger") as stranger,
     ):
         engines = [
-            EngineSource(url=url, topic=topic, replay=each.replay, model="tiny", ranks=1)
+            InstanceSource(url=url, topic=topic, replay=each.replay, model="tiny", ranks=1)
             for url, topic, each in ((E0, "a", first), (E1, "b", second))
         ]
         async with indexing(*engines, shared_bind=bound) as (service, index):
@@ -387,7 +387,7 @@ async def test_fleet_changes_in_the_end(publishing: Any, indexing: Any, eventual
     async with publishing() as engine, indexing(source(engine), index=index) as (service, _):
         await service.until(R0, lambda now: now.trust is Trust.EXACT)
         service.set_sources([])
-        await eventually(lambda: not service.engines())
+        await eventually(lambda: not service.instances())
 
         assert await held(index) is None
 
@@ -395,7 +395,9 @@ async def test_fleet_changes_in_the_end(publishing: Any, indexing: Any, eventual
 async def test_taken_port_is_tried_again(publishing: Any, indexing: Any, eventually: Any) -> None:
     """The port's status says why nothing comes."""
     async with publishing() as owner:
-        dialled = EngineSource(url=E0, events=owner.events, direction="bind", model="tiny", ranks=1)
+        dialled = InstanceSource(
+            url=E0, events=owner.events, direction="bind", model="tiny", ranks=1
+        )
         async with indexing(dialled) as (service, _):
             await eventually(lambda: service.ports() and service.ports()[0].problem)
 
@@ -406,7 +408,7 @@ async def test_topic_claimed_twice_is_refused(indexing: Any, publishing: Any) ->
     """Two ranks can't have the same messages: the second says so."""
     async with publishing() as spare:
         bound = spare.events
-    engines = [EngineSource(url=url, topic="same", model="tiny", ranks=1) for url in (E0, E1)]
+    engines = [InstanceSource(url=url, topic="same", model="tiny", ranks=1) for url in (E0, E1)]
     async with indexing(*engines, shared_bind=bound) as (service, _):
         status = await service.until(R1, lambda now: now.problem is not None)
 

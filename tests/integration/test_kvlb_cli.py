@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from kvlb import __main__ as entry
 from kvlb.cli import app
 from kvlb.demo.client import ask, open_client
-from kvlb.demo.report import DemoReport, EngineCounts, PolicyRun, judge
-from kvlb.demo.run import DemoOptions, _wait_until_ready, run_demo
+from kvlb.demo.report import EngineCounts, PolicyRun, judge
+from kvlb.demo.run import print_report, run_demo, wait_until_ready
+from kvlb.demo.stage import Stage
 from kvlb.errors import PeerError, SettingsError
 from kvlb.events_view import EventsOptions, _watch
 from kvlb.logs import configure_logs
@@ -25,6 +26,7 @@ from kvlb.simulate import SimulationOptions, _simulate
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from kvlb.up import _up
 from simulator.core.settings import EngineSettings
+from simulator.workload import WorkloadShape
 
 COMMANDS = ("up", "simulate", "demo", "events", "explain", "audit")
 CAPTURE = Path(__file__).parent.parent / "captures"
@@ -80,18 +82,17 @@ def test_audit_prints_json_for_programs() -> None:
         pytest.param(["up"], id="up"),
         pytest.param(["simulate", "2x"], id="simulate"),
         pytest.param(["simulate", "1", "--base-port", "65535"], id="base-port"),
+        pytest.param(["simulate", "1", "--host", "256.0.0.1"], id="host"),
         pytest.param(["events", "nowhere"], id="events"),
         pytest.param(["explain", "{"], id="explain"),
     ],
 )
 def test_deliberate_error_is_one_line_and_exit_2(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever command it comes from."""
-    monkeypatch.setattr("sys.argv", ["kvlb", *arguments])
-
     with pytest.raises(SystemExit) as caught:
-        entry.main()
+        entry.main(arguments)
 
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("kvlb: ")
@@ -154,13 +155,15 @@ async def test_events_run_until_a_signal(capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(line)["what"] for line in shown.splitlines()] == ["following", "trust"]
 
 
-async def test_demo_judges_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_demo_judges_two_runs() -> None:
     """Two small runs, one verdict of five criteria. Whether it passes is for the real sizes."""
-    monkeypatch.setattr("kvlb.demo.stage.ANSWER_ALLOWANCE_S", 0.1)
-    monkeypatch.setattr("kvlb.demo.play.ANSWER_ALLOWANCE_S", 0.1)
-    monkeypatch.setattr("kvlb.demo.stage.PREFILL_TOKENS_PER_S", 60_000.0)
+    stage = Stage(
+        engine=EngineSettings(prefill_tokens_per_s=60_000.0),
+        shape=WorkloadShape(conversations=2, turns=2, answer_tokens=4, think_s=0.0),
+        answer_allowance_s=0.1,
+    )
 
-    report = await run_demo(DemoOptions(seed=1, conversations=2, turns=2))
+    report = await run_demo(1, stage)
 
     assert [len(run.requests) for run in (report.ours, report.theirs)] == [4, 4]
     assert len(report.criteria) == 5
@@ -192,19 +195,18 @@ async def test_demo_fails_if_a_request_fails() -> None:
             )
 
 
-async def test_fleet_that_is_never_ready_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fleet_that_is_never_ready_is_told() -> None:
     """With the time that was waited."""
-    monkeypatch.setattr("kvlb.demo.run.READY_S", 0.2)
     async with simulated_fleet(parse_fleet("1"), EngineSettings()) as fleet:
         options = (instance_option(fleet.engines[0]),)
         settings = load_settings(None, Overrides(instances=options, port=0), {})
         async with running_kvlb(settings) as kvlb:
             with pytest.raises(PeerError, match="not ready"):
-                await _wait_until_ready(kvlb, engines=2)
+                await wait_until_ready(kvlb, engines=2, deadline_s=0.2)
 
 
 def test_demo_prints_its_report_and_its_verdict_is_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """1 if a criterion fails, for people and programs alike."""
     empty = PolicyRun(
@@ -213,15 +215,9 @@ def test_demo_prints_its_report_and_its_verdict_is_the_exit_code(
         counts=EngineCounts(prompt_tokens=0, prefilled_tokens=0),
         duration_s=0,
     )
+    report = judge(empty, empty)
 
-    async def nothing(_: DemoOptions) -> DemoReport:
-        return judge(empty, empty)
-
-    monkeypatch.setattr("kvlb.demo.run.run_demo", nothing)
-
-    as_table = CliRunner().invoke(app, ["demo"])
-    as_json = CliRunner().invoke(app, ["demo", "--format", "json"])
-
-    assert (as_table.exit_code, as_json.exit_code) == (1, 1)
-    assert "FAIL" in as_table.output
-    assert json.loads(as_json.output)["passed"] is False
+    assert print_report(report, as_json=False) == 1
+    assert "FAIL" in capsys.readouterr().out
+    assert print_report(report, as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from rich.console import Console
 
+from balancer.core.control_settings import TokensSettings
 from kvlb.demo.report import DemoReport, judge
 from kvlb.demo.run import run_policy
-from kvlb.demo.stage import set_stage
+from kvlb.demo.stage import Stage, set_stage
 from kvlb.demo.tables import show_report
 from kvlb.errors import KvlbError, PeerError, SettingsError
 from kvlb.event_loop import run_command
@@ -33,7 +35,11 @@ async def up(fleet: str = "1p1d") -> AsyncIterator[RunningKvlb]:
     """A simulated fleet and a balancer that knows all of it."""
     async with simulated_fleet(parse_fleet(fleet), EngineSettings(inter_token_ms=1.0)) as engines:
         options = tuple(instance_option(engine) for engine in engines.engines)
-        settings = load_settings(None, Overrides(instances=options, port=0), {})
+        settings = msgspec.structs.replace(
+            load_settings(None, Overrides(instances=options, port=0), {}),
+            # A busy machine must not make a prompt unscorable.
+            tokens=TokensSettings(deadline_s=10.0),
+        )
         async with running_kvlb(settings) as kvlb:
             await until_ready(kvlb, len(engines.engines))
             yield kvlb
@@ -196,7 +202,6 @@ async def test_demo_policies_see_the_same_requests_and_answers() -> None:
 
 
 async def tiny_demo() -> DemoReport:
-    engine = EngineSettings(prefill_tokens_per_s=100_000.0, inter_token_ms=1.0)
     shape = WorkloadShape(
         conversations=2,
         turns=2,
@@ -205,9 +210,11 @@ async def tiny_demo() -> DemoReport:
         arrivals_per_s=20.0,
         think_s=0.0,
     )
+    engine = EngineSettings(prefill_tokens_per_s=100_000.0, inter_token_ms=1.0)
+    stage = Stage(engine=engine, shape=shape, answer_allowance_s=0.2)
     script = conversations(1, shape)
-    ours = await run_policy("kvlb", script, engine, on_answer=lambda: None)
-    theirs = await run_policy("round_robin", script, engine, on_answer=lambda: None)
+    ours = await run_policy("kvlb", script, stage, on_answer=lambda: None)
+    theirs = await run_policy("round_robin", script, stage, on_answer=lambda: None)
     return judge(ours, theirs)
 
 

@@ -1,15 +1,25 @@
 """Settings of `kvlb up`: file, environment and command line joined, mistakes named by key."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from balancer.core.fleet import Role
-from balancer.core.settings_errors import Secret
+from balancer.core.settings_errors import Secret, decode_settings
 from kvlb.errors import SettingsError
 from kvlb.settings import KvlbSettings, Overrides, load_settings
 
 NOTHING = Overrides()
+DOCS = Path(__file__).parent.parent.parent / "docs"
+EXAMPLES = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in sorted(DOCS.glob("*.md"))
+    for number, block in enumerate(
+        re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
+]
 
 
 def load(text: str, tmp_path: Path, overrides: Overrides = NOTHING, **environ: str) -> KvlbSettings:
@@ -179,3 +189,11 @@ def test_two_instances_cannot_share_an_address() -> None:
     """Checked over all of them."""
     with pytest.raises(SettingsError, match="already"):
         load_settings(None, Overrides(instances=("http://a:1", "http://A:1/")), {})
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_documented_example_is_valid(example: str) -> None:
+    """Every YAML block of the documents has keys that exist and values of their types."""
+    settings = decode_settings(yaml.safe_load(example), KvlbSettings, where="")
+
+    assert settings != KvlbSettings()

@@ -36,7 +36,8 @@ class ScriptedIndex:
     """Answers what it was told, as slowly or badly as it was told."""
 
     held_tokens: dict[RankId, int] = field(default_factory=dict)
-    block_size: int = 16
+    block_size: int | None = 16
+    epochs: dict[RankId, int] = field(default_factory=dict)
     trust: Trust = Trust.EXACT
     delay_s: float = 0.0
     error: Exception | None = None
@@ -50,6 +51,7 @@ class ScriptedIndex:
                 tokens_by_tier={Tier.GPU: min(tokens, prompt.tokens - 1)},
                 block_size=self.block_size,
                 trust=self.trust,
+                epoch=self.epochs.get(rank, 1),
             )
             for rank, tokens in self.held_tokens.items()
         }
@@ -85,6 +87,7 @@ def bench() -> Bench:
         routing: RoutingSettings | None = None,
         pd: PdSettings | None = None,
         policy: Any = "kvlb",
+        ledger: LocalLedger = ledger,
     ) -> Router:
         return Router(
             index=index,
@@ -294,6 +297,58 @@ async def test_belief_depends_on_events(bench: Bench, trust: Trust, held_later: 
 
     plan = await router.explain(alone, request(), view())
     assert (plan.decode.candidate.predicted_tokens > 0) is held_later
+
+
+async def test_restarted_rank_loses_its_predictions_at_once(bench: Bench) -> None:
+    """Its cache is empty; what it was sent before counts for nothing, but is still in flight."""
+    bench.index.held_tokens = {rank("a"): 0, rank("b"): 0}
+    alone = Fleet(instances=(instance("a"),))
+    router = bench.build()
+    with await router.route(alone, request(), view()):
+        before = await router.explain(alone, request(), view())
+        bench.index.epochs[rank("a")] = 2
+        after = await router.explain(alone, request(), view())
+        in_flight = bench.ledger.load(rank("a")).requests
+
+    assert before.decode.candidate.predicted_tokens > 0
+    assert after.decode.candidate.predicted_tokens == 0
+    assert in_flight == 1
+
+
+async def test_same_epoch_keeps_predictions(bench: Bench) -> None:
+    """A lookup that tells nothing new changes nothing."""
+    bench.index.held_tokens = {rank("a"): 0}
+    alone = Fleet(instances=(instance("a"),))
+    router = bench.build()
+    with await router.route(alone, request(), view()):
+        await router.explain(alone, request(), view())
+        plan = await router.explain(alone, request(), view())
+
+    assert plan.decode.candidate.predicted_tokens > 0
+
+
+@pytest.mark.parametrize("fault", ["nothing-stored", "lookup-fails"])
+async def test_rank_with_events_is_believed_for_no_longer_than_one(
+    bench: Bench, fault: str
+) -> None:
+    """It has no block size yet, or this one lookup failed: its events still come."""
+    now_s = [0.0]
+    ledger = LocalLedger(lambda: now_s[0])
+    bench.index.held_tokens = {rank("a"): 0}
+    alone = Fleet(instances=(instance("a"),))
+    router = bench.build(RoutingSettings(confirm_s=2, predicted_ttl_s=30), ledger=ledger)
+    if fault == "nothing-stored":
+        bench.index.block_size = None
+    else:
+        await router.explain(alone, request(), view())
+        bench.index.error = OSError()
+    with await router.route(alone, request(), view()) as route:
+        trust = route.plan.decode.candidate.trust
+    now_s[0] += 5
+
+    plan = await router.explain(alone, request(), view())
+    assert trust is Trust.EXACT
+    assert plan.decode.candidate.predicted_tokens == 0
 
 
 async def test_excluded_ranks_are_not_tried_again(bench: Bench) -> None:

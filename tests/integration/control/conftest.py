@@ -21,7 +21,7 @@ from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.settings_errors import decode_settings
-from balancer.engines import EngineClient
+from balancer.engine_client import EngineClient
 from balancer.server import serve
 from balancer.token_pool import TokenPool
 from balancer.tokens import PromptReader

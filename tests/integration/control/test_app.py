@@ -1,22 +1,23 @@
 """The whole balancer: who answers a path, and how it starts and stops."""
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from balancer.app import create_app
 from balancer.config import BalancerConfig
+from balancer.core.fleet import Role
 from balancer.core.load import LegWork
-from balancer.server import ListenError, serve, stop_on_signals
+from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.types import BlockKey, RankId
 from indexer.memory_index import MemoryIndex
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}
+KEY = BlockKey(1)
 
 
 async def test_engine_paths_are_proxied(balancer: Any, engine: Any) -> None:
@@ -192,16 +193,6 @@ async def test_cancelled_server_closes_what_it_opened(engine: Any) -> None:
     assert not [each for each in asyncio.all_tasks() if "balancer" in repr(each)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signals_ask_for_a_stop(number: signal.Signals) -> None:
-    """Both ways to end a process drain it."""
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        os.kill(os.getpid(), number)
-        async with asyncio.timeout(5):
-            await stop.wait()
-
-
 async def test_restarted_engine_keeps_no_predictions(engine: Any, balancer_factory: Any) -> None:
     """A refused connection means a dead process, and its cache is gone with it."""
     async with balancer_factory({"instances": [{"url": engine.url}]}) as balancer:
@@ -218,3 +209,118 @@ async def test_restarted_engine_keeps_no_predictions(engine: Any, balancer_facto
 
             assert ledger.predicted_blocks(rank, keys, 0) == 0
             assert ledger.load(rank).requests == 1
+
+
+async def test_rank_that_the_instance_has_no_more_is_forgotten(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """It came back with fewer ranks: what was predicted of the other one is void."""
+    engine.answers["/kv_event_sources"] = (200, b'{"0": {}, "1": {}}')
+    async with balancer_factory({"instances": [{"url": engine.url}]}) as balancer:
+        await balancer.available()
+        second = RankId(engine.id, 1)
+        work = LegWork(
+            rank=second, kind="whole", prompt_tokens=16, uncached_tokens=16, work_s=0.1, keys=[KEY]
+        )
+        with balancer.app.ledger.hold(work):
+            engine.answers["/kv_event_sources"] = (200, b'{"0": {}}')
+            balancer.app.keeper.report(engine.id, False, "engine_closed")
+            balancer.app.keeper.report(engine.id, False, "engine_closed")
+            balancer.app.keeper.report(engine.id, False, "engine_closed")
+            async with asyncio.timeout(5):
+                await balancer.app.keeper.wait_for(lambda fleet: second not in fleet.ranks)
+
+            assert balancer.app.ledger.predicted_blocks(second, [KEY], 0) == 0
+
+
+async def test_balancer_that_cannot_go_on_says_so_and_ends(engine: Any) -> None:
+    """Whoever watches the process must not take it for alive."""
+    config = BalancerConfig(instances=(engine.settings(),), drain_s=5)
+    app = create_app(config=config, index=MemoryIndex(), registry=CollectorRegistry())
+    engine.hold = asyncio.Event()
+
+    async def end_early() -> None:
+        await engine.wait_for_calls("/v1/completions", 1)
+        raise RuntimeError("a bug")
+
+    app.keeper.run = end_early  # type: ignore[method-assign]
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(ended(serving(app, port)))
+        url = f"http://127.0.0.1:{await port}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5) as http:
+            before = (await http.get("/health")).status_code
+            await engine_is_known(app, engine)
+            running = group.create_task(http.post("/v1/completions", json=IDS))
+            async with asyncio.timeout(5):
+                await app.broken.wait()
+            app_says = [await ask(app, path) for path in ("/health", "/ready")]
+            engine.hold.set()
+            answer = await running
+        error = await task
+
+    assert before == 200
+    assert app_says == [503, 503]
+    assert answer.status_code == 200, "what runs is finished"
+    assert isinstance(error, BalancerBrokenError)
+
+
+async def engine_is_known(app: Any, engine: Any) -> None:
+    """Probe once by hand: this test's keeper doesn't."""
+    watched = app.keeper._watched[engine.id]
+    answer = await app.keeper._look(watched)
+    state = watched.state.after_probe(answer.outcome, None, app.keeper._thresholds)
+    app.keeper._settle(watched, state, answer.models)
+
+
+async def ended(work: Any) -> BaseException | None:
+    try:
+        await work
+    except BalancerBrokenError as error:
+        return error
+    return None
+
+
+async def serving(app: Any, port: asyncio.Future[int]) -> None:
+    await serve(
+        app,
+        host="127.0.0.1",
+        port=0,
+        drain_s=5,
+        stop=asyncio.Event(),
+        on_listening=port.set_result,
+    )
+
+
+async def ask(app: Any, path: str) -> int:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://balancer"
+    ) as http:
+        return (await http.get(path)).status_code
+
+
+async def test_conflicting_connectors_are_told(engine_factory: Any, balancer_factory: Any) -> None:
+    """In the log once, in /status as long as it lasts; requests are answered all the same."""
+    with capture_logs() as logs:
+        async with engine_factory() as prefill, engine_factory() as decode:
+            config = {
+                "instances": [
+                    {"url": prefill.url, "role": "prefill", "connector": "nixl"},
+                    {"url": decode.url, "role": "decode", "connector": "none"},
+                ]
+            }
+            async with balancer_factory(config) as balancer:
+                await balancer.available(2)
+                long = {"model": "tiny", "prompt": list(range(1000))}
+                answer = await balancer.http.post("/v1/completions", json=long)
+                status = (await balancer.http.get("/status")).json()
+                balancer.app.keeper.set_instances([decode.settings(role=Role.DECODE)])
+                mended = (await balancer.http.get("/status")).json()
+
+    told = [each for each in logs if each["event"] == "connector_conflict"]
+    assert len(told) == 1
+    assert status["conflicts"] == [told[0]["conflict"]]
+    assert mended["conflicts"] == []
+    assert answer.status_code == 200
+    assert answer.headers["x-kvlb-reason"] == "connector_mismatch"
+    assert prefill.calls("/v1/completions") == 0

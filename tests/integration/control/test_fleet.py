@@ -1,16 +1,20 @@
 """The fleet keeper over real HTTP: what probes and legs make of instances."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from balancer.core.control_errors import EngineCallError
 from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.fleet import Fleet, Instance
-from balancer.engines import EngineClient
+from balancer.core.probe_state import ProbeAnswer
+from balancer.engine_client import EngineClient
 from balancer.fleet import FleetKeeper
+from indexer.core.types import InstanceId
 
 FAST = ProbeSettings(interval_s=0.02, timeout_s=0.5, unhealthy_after=2)
 
@@ -260,3 +264,126 @@ async def test_broken_connection_is_a_failed_probe() -> None:
         instance = await wait(keeper, lambda each: each.unhealthy_reason == "connection_failed")
 
     assert not instance.healthy
+
+
+class BuggyProber:
+    """Asks as told; a test makes it raise."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.bugs: list[Exception] = []
+
+    async def probe(self, instance: InstanceId) -> ProbeAnswer:
+        if self.bugs:
+            raise self.bugs.pop()
+        return await self.client.probe(instance)
+
+    async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
+        return await self.client.find_ranks(instance)
+
+
+async def test_bug_in_one_probe_costs_one_probe(engine_factory: Any, client: EngineClient) -> None:
+    """It is logged, counted and shown; other instances don't notice, the next probe mends it."""
+    prober = BuggyProber(client)
+    prober.bugs = [KeyError("a bug")]
+    async with engine_factory() as one, engine_factory() as two:
+        keeper = FleetKeeper((one.settings(), two.settings()), prober=prober, settings=FAST)
+        with capture_logs() as logs:
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(keeper.run())
+                async with asyncio.timeout(5):
+                    await keeper.wait_for(
+                        lambda fleet: any(
+                            each.unhealthy_reason == "probe_bug" for each in fleet.instances
+                        )
+                    )
+                    await keeper.wait_for(lambda fleet: all(map(is_available, fleet.instances)))
+                running.cancel()
+
+    assert keeper.bugs == 1
+    assert [each["error"] for each in logs if each["event"] == "fleet_bug"] == ["KeyError('a bug')"]
+
+
+async def test_bug_of_a_listener_does_not_reach_the_leg(engine: Any) -> None:
+    """Whoever reports a leg or changes the fleet gets no foreign exception."""
+
+    def listen(_: Fleet) -> None:
+        raise KeyError("a bug")
+
+    async with keeping(engine.settings(), on_change=listen) as keeper:
+        await wait(keeper, is_available)
+        keeper.report(engine.id, False, "engine_unreachable")
+
+        assert not keeper.snapshot().instances[0].healthy
+        assert keeper.bugs >= 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "ranks", "base"),
+    [
+        pytest.param((200, b'{"3": {"endpoint": "x"}, "2": {}}'), (2, 3), 2, id="listed"),
+        pytest.param((200, b"{}"), (4,), 4, id="events-off"),
+        pytest.param((404, b""), (4,), 4, id="before-0.31"),
+        pytest.param((200, b"[]"), (4,), 4, id="not-understood"),
+    ],
+)
+async def test_ranks_are_what_the_engine_lists(
+    engine: Any, answer: Any, ranks: tuple[int, ...], base: int
+) -> None:
+    """Else one, from the configured number on."""
+    engine.answers["/kv_event_sources"] = answer
+    async with keeping(engine.settings(rank_base=4)) as keeper:
+        instance = await wait(keeper, is_available)
+
+    assert (instance.ranks, instance.rank_base) == (ranks, base)
+
+
+async def test_configured_ranks_are_not_asked_for(engine: Any) -> None:
+    """The operator knows better."""
+    engine.answers["/kv_event_sources"] = (200, b'{"0": {}}')
+    async with keeping(engine.settings(ranks=2)) as keeper:
+        instance = await wait(keeper, is_available)
+
+    assert instance.ranks == (0, 1)
+    assert engine.calls("/kv_event_sources") == 0
+
+
+async def test_ranks_are_asked_for_again_after_an_outage(engine: Any) -> None:
+    """Whoever comes back at the address may be another process; while it is well, once is enough."""
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, is_available)
+        seen = engine.calls("/health")
+        await engine.wait_for_calls("/health", seen + 3)
+        asked = engine.calls("/kv_event_sources")
+        engine.answers["/kv_event_sources"] = (200, b'{"0": {}, "1": {}}')
+        keeper.report(engine.id, False, "engine_unreachable")
+        instance = await wait(keeper, is_available)
+
+    assert asked == 1
+    assert instance.ranks == (0, 1)
+
+
+async def test_ranks_that_could_not_be_asked_for_are_asked_for_again(
+    engine: Any, client: EngineClient
+) -> None:
+    """One call that fails is no reason to know only one rank for good."""
+
+    class Unlucky(BuggyProber):
+        async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
+            if self.bugs:
+                raise self.bugs.pop()
+            return await super().find_ranks(instance)
+
+        async def probe(self, instance: InstanceId) -> ProbeAnswer:
+            return await self.client.probe(instance)
+
+    engine.answers["/kv_event_sources"] = (200, b'{"0": {}, "1": {}}')
+    prober = Unlucky(client)
+    prober.bugs = [EngineCallError("connection_failed")]
+    keeper = FleetKeeper((engine.settings(),), prober=prober, settings=FAST)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(keeper.run())
+        instance = await wait(keeper, lambda each: len(each.ranks) == 2)
+        running.cancel()
+
+    assert instance.is_available

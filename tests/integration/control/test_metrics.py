@@ -10,7 +10,7 @@ from balancer.core.load import LegWork
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.metrics import BalancerMetrics
+from balancer.metrics import BalancerMetrics, FleetCollector
 from indexer.core.model_cards import parse_model_list
 from indexer.core.types import InstanceId, RankId
 
@@ -34,7 +34,15 @@ class Bench:
         self.fleet = Fleet(instances=(instance("a"), instance("b")))
         self.registry = CollectorRegistry()
         self.ledger = LocalLedger(clock=lambda: 0.0)
-        self.metrics = BalancerMetrics(self.registry, lambda: self.fleet, self.ledger)
+        self.metrics = BalancerMetrics(self.registry, lambda: self.fleet)
+        self.unknown_ranks = 0
+        collector = FleetCollector(
+            fleet=lambda: self.fleet,
+            ledger=self.ledger,
+            unknown_ranks=lambda: self.unknown_ranks,
+            fleet_bugs=lambda: 0,
+        )
+        self.registry.register(collector)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(name, labels)
@@ -149,6 +157,42 @@ def test_first_token_is_timed_where_it_can_be_seen(bench: Bench) -> None:
     assert bench.value("kvlb_request_time_to_first_token_seconds_sum", model="base") == 0.75
 
 
+def test_inter_token_time_is_known_of_streams_with_two_tokens(bench: Bench) -> None:
+    """Seconds between the first and the last token, by the tokens between them."""
+    bench.observe(leg(completion_tokens=5, ended_s=11.5), stream=True)
+    bench.observe(leg(completion_tokens=5, ended_s=11.5))
+    bench.observe(leg(completion_tokens=1, ended_s=11.5), stream=True)
+    bench.observe(leg(completion_tokens=5, ended_s=11.5, error="stream_cut"), stream=True)
+
+    name = "kvlb_inter_token_seconds"
+    assert bench.value(f"{name}_count", leg="decode", instance="a") == 1
+    assert bench.value(f"{name}_sum", leg="decode", instance="a") == 0.25
+
+
+def test_delivered_is_what_the_first_leg_found(bench: Bench) -> None:
+    """A decode engine counts what it was sent as cached; that was no hit."""
+    bench.observe(
+        leg("prefill", cached_tokens=16, prompt_tokens=64),
+        leg("decode", cached_tokens=48, prompt_tokens=64),
+    )
+    bench.observe(leg("decode", cached_tokens=32, prompt_tokens=64))
+    bench.observe(leg("decode", cached_tokens=None, prompt_tokens=64))
+
+    assert bench.value("kvlb_delivered_tokens_total", model="base") == 48
+    assert bench.value("kvlb_delivered_known_prompt_tokens_total", model="base") == 128
+
+
+def test_prediction_is_held_against_what_the_engine_said(bench: Bench) -> None:
+    """Too much predicted is counted; too little is no loss."""
+    bench.observe(leg(overlap_tokens=64, cached_tokens=48, prompt_tokens=80))
+    bench.observe(leg(overlap_tokens=16, cached_tokens=32, prompt_tokens=80))
+    bench.observe(leg(overlap_tokens=None, cached_tokens=32, prompt_tokens=80))
+
+    name = "kvlb_leg_{}_tokens_total"
+    assert bench.value(name.format("predicted"), leg="decode", instance="a") == 80
+    assert bench.value(name.format("overpredicted"), leg="decode", instance="a") == 16
+
+
 def test_model_labels_are_those_of_the_fleet(bench: Bench) -> None:
     """Aliases count as their base model, adapters as themselves, anything else as other."""
     for model in ("alias", "ad", *(f"random-{number}" for number in range(100))):
@@ -198,3 +242,11 @@ def test_lookups_are_counted_by_outcome(bench: Bench) -> None:
     assert bench.value("kvlb_index_lookups_total", outcome="ok") == 1
     assert bench.value("kvlb_index_lookups_total", outcome="skipped") == 1
     assert bench.value("kvlb_index_lookup_seconds_count") == 1
+
+
+def test_ranks_that_only_the_index_knows_are_counted(bench: Bench) -> None:
+    """Read from the router when scraped."""
+    bench.unknown_ranks = 3
+
+    assert bench.value("kvlb_index_unknown_ranks_total") == 3
+    assert bench.value("kvlb_fleet_bugs_total") == 0

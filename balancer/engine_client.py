@@ -1,4 +1,4 @@
-"""Control calls to engines over httpx: probes and /tokenize. Proxied traffic never comes here.
+"""Control calls to engines over httpx: probes, ranks, /tokenize. Proxied traffic never comes here.
 
 Every failure leaves as an error of `core.control_errors`; no call retries.
 """
@@ -79,6 +79,20 @@ class EngineClient:
             return parse_model_list(msgspec.json.decode(answer.content))
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineCallError("bad_model_list") from error
+
+    async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
+        """Global ranks as `/kv_event_sources` lists them; none if the engine doesn't say.
+
+        Raises EngineCallError if it could not be asked.
+        """
+        answer = await self._call("GET", instance, "/kv_event_sources")
+        if not answer.is_success:
+            return ()  # 404 before vLLM 0.31
+        try:
+            listed = msgspec.json.decode(answer.content, type=dict[int, Any], strict=False)
+        except msgspec.DecodeError:
+            return ()
+        return sorted(rank for rank in listed if rank >= 0)
 
     async def tokenize(self, instance: InstanceId, body: Mapping[str, Any]) -> Sequence[int]:
         """Ids that the engine makes of a prompt. Raises TokenizeRefusedError, EngineCallError."""

@@ -1,0 +1,44 @@
+"""What the index last said of each rank, kept for the times when it doesn't answer.
+
+Rules:
+
+1. Only ranks of the fleet are remembered; what the index says of others is counted and dropped.
+2. Another epoch than last time means that the rank restarted: whoever asked is told, once.
+3. The last block size outlives an epoch: it is the best guess until the rank stores again.
+
+Cost: a few dictionary operations per rank and lookup.
+"""
+
+from collections.abc import Mapping, Set
+
+from indexer.core.index import PrefixMatch
+from indexer.core.types import RankId, Trust
+
+
+class KnownRanks:
+    """One per router. The mappings are live views for reading."""
+
+    def __init__(self) -> None:
+        self.block_sizes: dict[RankId, int] = {}
+        self.trusts: dict[RankId, Trust] = {}
+        self.unknown = 0
+        """Ranks that the fleet doesn't have, summed over lookups."""
+        self._epochs: dict[RankId, int] = {}
+
+    def learn(self, fleet: Set[RankId], answer: Mapping[RankId, PrefixMatch]) -> list[RankId]:
+        """Take in one answer of the index; return the ranks that restarted since the last one."""
+        restarted = []
+        for rank, match in answer.items():
+            if rank not in fleet:
+                self.unknown += 1
+                continue
+            if self._epochs.get(rank, match.epoch) != match.epoch:
+                restarted.append(rank)
+            self._epochs[rank] = match.epoch
+            self.trusts[rank] = match.trust
+            if match.block_size is not None:
+                self.block_sizes[rank] = match.block_size
+        for rank in self._epochs.keys() - fleet:
+            del self._epochs[rank], self.trusts[rank]
+            self.block_sizes.pop(rank, None)
+        return restarted

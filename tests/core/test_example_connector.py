@@ -1,0 +1,55 @@
+"""Shared storage: the legs carry no transfer; a failed prefill leg never starts a decode."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.connectors.contract import LegContext, NoTransferError
+from balancer.connectors.example import ExampleConnector
+from balancer.core.fleet import Instance, Role
+from balancer.core.prefill_rewrite import prefill_body
+from indexer.core.types import InstanceId
+
+BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 500, "stream": True, "n": 2}
+ANSWER = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": None}
+
+
+def context(body: dict[str, Any]) -> LegContext:
+    return LegContext(
+        request_id="abc",
+        path="/v1/completions",
+        body=body,
+        prefill=Instance(id=InstanceId("http://p:1"), alias="p", role=Role.PREFILL),
+        prefill_rank=0,
+        decode=Instance(id=InstanceId("http://d:1"), alias="d", role=Role.DECODE),
+        decode_rank=0,
+    )
+
+
+@given(body=st.dictionaries(st.text(), st.integers() | st.text() | st.booleans()))
+def test_legs_carry_the_prefill_rewrite_and_the_clients_own_body(body: dict[str, Any]) -> None:
+    """Nothing is added to either leg, whatever the client sent."""
+    prefill = ExampleConnector().prefill_leg(context(body))
+    decode = ExampleConnector().decode_leg(context(body), ANSWER)
+
+    assert (prefill.body, prefill.headers) == (prefill_body(body), ())
+    assert decode.body is body
+    assert decode.headers == ()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(None, id="no-answer"),
+        pytest.param([], id="not-an-object"),
+        pytest.param({"error": {"message": "no"}}, id="error-inside-200"),
+        pytest.param({"choices": [{"finish_reason": "abort"}]}, id="aborted"),
+        pytest.param({"choices": [{"finish_reason": "error"}]}, id="failed"),
+    ],
+)
+def test_a_prefill_that_failed_leaves_no_files_to_look_for(answer: Any) -> None:
+    """Decode doesn't start: the whole prompt would be computed there, against the plan."""
+    with pytest.raises(NoTransferError):
+        ExampleConnector().decode_leg(context(BODY), answer)

@@ -1,0 +1,103 @@
+"""What lowers trust in a rank, what stands before what, and the ways back."""
+
+from indexer.core.stream_effects import TrustChanged
+from indexer.core.trust import RankTrust
+from indexer.core.types import Trust
+
+
+def whole() -> RankTrust:
+    """Trust of a rank of which nothing is missing."""
+    trust = RankTrust()
+    assert trust.on_whole("fresh") == [TrustChanged(Trust.EXACT, "fresh")]
+    return trust
+
+
+def test_nothing_is_known_in_the_beginning() -> None:
+    """And it is no news that nobody answered."""
+    trust = RankTrust()
+
+    assert (trust.level, trust.reason) == (Trust.LOAD_ONLY, "no_events_yet")
+    assert trust.on_nothing_known() == []
+
+
+def test_first_reason_stands_until_it_is_healed() -> None:
+    """A second loss is no news, orphans and refused events stand behind a loss."""
+    trust = whole()
+
+    assert trust.on_loss("gap_lost", at=5) == [TrustChanged(Trust.DEGRADED, "gap_lost")]
+    assert trust.on_loss("reconnect_unverified", at=7) == []
+    assert trust.on_orphans(3) == []
+    assert trust.on_refused(at=9) == []
+    assert trust.on_whole("replayed") == [TrustChanged(Trust.DEGRADED, "events_refused")]
+
+
+def test_loss_takes_over_from_a_lesser_reason() -> None:
+    """The operator sees the worst of what stands."""
+    trust = whole()
+
+    assert trust.on_orphans(1) == [TrustChanged(Trust.DEGRADED, "orphans")]
+    assert trust.on_refused(at=2) == [TrustChanged(Trust.DEGRADED, "events_refused")]
+    assert trust.on_loss("gap_lost", at=5) == [TrustChanged(Trust.DEGRADED, "gap_lost")]
+
+
+def test_number_of_orphans_is_no_news_while_there_are_any() -> None:
+    """Only the first and the last."""
+    trust = whole()
+    trust.on_orphans(1)
+
+    assert trust.on_orphans(2) == []
+    assert trust.on_orphans(0) == [TrustChanged(Trust.EXACT, "orphans_gone")]
+    assert trust.on_orphans(0) == []
+
+
+def test_clear_heals_only_what_came_before_it() -> None:
+    """A batch's own clear doesn't vouch for what was refused in it."""
+    trust = whole()
+    trust.on_refused(at=6)
+
+    assert trust.on_cleared(5) == []
+    assert trust.on_cleared(6) == [TrustChanged(Trust.EXACT, "cleared")]
+
+
+def test_clear_takes_orphans_along() -> None:
+    """Whatever waited is gone."""
+    trust = whole()
+    trust.on_orphans(4)
+
+    assert trust.on_cleared(0) == [TrustChanged(Trust.EXACT, "cleared")]
+
+
+def test_epoch_that_is_being_joined_keeps_the_last_word() -> None:
+    """Half a replay proves nothing, neither good nor bad."""
+    trust = whole()
+    trust.on_loss("gap_lost", at=5)
+    trust.on_epoch()
+
+    assert trust.on_orphans(2) == []
+    assert trust.on_orphans(0) == []
+    assert trust.on_refused(at=1) == []
+    assert trust.on_cleared(2) == []
+    assert trust.level is Trust.DEGRADED
+    assert trust.on_whole("replayed") == [TrustChanged(Trust.EXACT, "replayed")]
+
+
+def test_unknown_life_is_reported() -> None:
+    """A replay socket that is someone else's leaves nothing to believe."""
+    trust = whole()
+    trust.on_epoch()
+
+    assert trust.on_nothing_known() == [TrustChanged(Trust.LOAD_ONLY, "nothing_known")]
+
+
+def test_replay_helps_against_losses_and_new_orphans_only() -> None:
+    """A refused event would be refused again; orphans that outlive a rebuild are the engine's."""
+    trust = whole()
+    assert not trust.is_healed_by_replay
+    trust.on_refused(at=1)
+    assert not trust.is_healed_by_replay
+    trust.on_orphans(1)
+    assert trust.is_healed_by_replay
+    trust.on_whole("replayed", by_rebuild=True)
+    assert not trust.is_healed_by_replay
+    trust.on_loss("gap_lost", at=5)
+    assert trust.is_healed_by_replay

@@ -1,0 +1,182 @@
+"""Two real engines that prefill and decode: predictions, hit rate, texts, a restart under traffic."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+SEED = 20261129
+COUNT, TURNS = 20, 3
+LONG = {"max_tokens": 400, "min_tokens": 400, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def engines(start_engines: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    with start_engines("m0", "m1") as running:
+        yield running
+
+
+@pytest.fixture
+def cold(engines: dict[str, Any]) -> dict[str, Any]:
+    """Both engines, up and with nothing cached."""
+    for engine in engines.values():
+        engine.reset_cache()
+    return engines
+
+
+@pytest.fixture
+def settings(model: Any) -> dict[str, Any]:
+    """The model's own tokenizer, and deadlines that a busy machine can keep."""
+    return {
+        "tokens": {"models": {"tiny": str(model)}, "deadline_s": 5},
+        "routing": {"lookup_timeout_s": 1},
+    }
+
+
+def play(kvlb: Any, chats: Any) -> list[Any]:
+    """Ask every turn, one at a time, each when the events of the one before are in."""
+    turns = []
+    for number in chats.order(TURNS):
+        turn = chats.read(number, kvlb.ask(chats.body(number)))
+        chats.answered(number, turn.text)
+        kvlb.catch_up(turn.instance)
+        turns.append(turn)
+    return turns
+
+
+def cached(turns: list[Any]) -> int:
+    return sum(turn.cached_tokens for turn in turns)
+
+
+@pytest.fixture
+def played(
+    cold: dict[str, Any],
+    start_kvlb: Callable[..., Any],
+    settings: dict[str, Any],
+    conversations: Callable[..., Any],
+) -> list[Any]:
+    """The conversations over both engines, routed by kvlb."""
+    with start_kvlb(cold, settings=settings) as kvlb:
+        return play(kvlb, conversations(SEED, COUNT))
+
+
+def test_predictions_are_what_the_engines_report_and_beat_round_robin(
+    played: list[Any],
+    engines: dict[str, Any],
+    start_kvlb: Callable[..., Any],
+    settings: dict[str, Any],
+    conversations: Callable[..., Any],
+    record_figures: Callable[..., None],
+) -> None:
+    """`x-kvlb-overlap-tokens` is right for 95 % of requests; 1.5 times as much is cached."""
+    for engine in engines.values():
+        engine.reset_cache()
+    with start_kvlb(engines, "--policy", "round_robin", settings=settings) as kvlb:
+        by_turns = play(kvlb, conversations(SEED, COUNT))
+
+    exact = sum(turn.overlap_tokens == turn.cached_tokens for turn in played)
+    record_figures(
+        exact=exact,
+        requests=len(played),
+        prompt_tokens=sum(turn.prompt_tokens for turn in played),
+        cached_tokens=cached(played),
+        round_robin_exact=sum(turn.overlap_tokens == turn.cached_tokens for turn in by_turns),
+        round_robin_cached_tokens=cached(by_turns),
+        instances={name: sum(turn.instance == name for turn in played) for name in engines},
+    )
+    misses = [turn for turn in played if turn.overlap_tokens != turn.cached_tokens]
+    assert exact >= 0.95 * COUNT * TURNS, misses
+    assert cached(played) >= 1.5 * cached(by_turns)
+    assert {turn.instance for turn in played} == set(engines)
+
+
+def test_texts_are_those_of_one_engine_asked_directly(
+    played: list[Any], engines: dict[str, Any], conversations: Callable[..., Any]
+) -> None:
+    """Cached or not, here or there: the same words."""
+    alone = engines["m0"]
+    alone.reset_cache()
+    chats = conversations(SEED, COUNT)
+    direct = []
+    for number in chats.order(TURNS):
+        text = alone.ask(chats.body(number))["choices"][0]["message"]["content"]
+        chats.answered(number, text)
+        direct.append(text)
+
+    assert [turn.text for turn in played] == direct
+    assert len(set(direct)) > COUNT, "the model's answers depend on its prompts"
+
+
+def stream_until_killed(kvlb: Any, body: dict[str, Any], engines: dict[str, Any]) -> str:
+    """Kill the engine that is answering a stream; return its name."""
+    url = f"{kvlb.url}/v1/chat/completions"
+    with (
+        httpx.Client(timeout=120, trust_env=False) as client,
+        client.stream("POST", url, json={**body, **LONG}) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        victim = str(answer.headers["x-kvlb-instance"])
+        engines[victim].restart()
+        try:
+            rest = [line for line in lines if line]
+        except httpx.TransportError:
+            return victim
+    assert "data: [DONE]" not in rest[-1:] or any('"error"' in line for line in rest)
+    return victim
+
+
+def test_a_restarted_engine_gets_no_credit_for_what_it_lost(
+    cold: dict[str, Any],
+    start_kvlb: Callable[..., Any],
+    settings: dict[str, Any],
+    conversations: Callable[..., Any],
+    wait_until: Callable[..., None],
+    record_figures: Callable[..., None],
+) -> None:
+    """Killed in the middle of a stream, restarted while others go on being answered.
+
+    After its first event no request is credited with more than the engine reports. The conversations
+    go on as before, so blocks of the former life would be asked for.
+    """
+    chats = conversations(SEED + 1, COUNT)
+    with start_kvlb(cold, settings=settings) as kvlb:
+        play(kvlb, chats)
+        victim = stream_until_killed(kvlb, chats.body(0), cold)
+        during, after = [], []
+        numbers = iter(range(10_000))
+
+        def ask() -> Any:
+            number = next(numbers) % COUNT
+            return chats.read(number, kvlb.ask(chats.body(number)))
+
+        def is_back() -> bool:
+            during.append(ask())
+            return bool(cold[victim].is_ready() and kvlb.is_warm())
+
+        wait_until(is_back, 240, f"{victim} to be back")
+        wait_until(lambda: ask().instance == victim, 60, f"a request to {victim}")
+        kvlb.catch_up(victim)
+        assert kvlb.applied_seq(victim) >= 0
+        for number in range(COUNT):
+            turn = chats.read(number, kvlb.ask(chats.body(number)))
+            chats.answered(number, turn.text)
+            kvlb.catch_up(turn.instance)
+            after.append(turn)
+        after += play(kvlb, chats)
+
+    ghosts = [turn for turn in after if turn.overlap_tokens > turn.cached_tokens]
+    on_victim = [turn for turn in after if turn.instance == victim]
+    record_figures(
+        requests_while_down=len(during),
+        requests_after=len(after),
+        on_restarted=len(on_victim),
+        exact=sum(turn.overlap_tokens == turn.cached_tokens for turn in after),
+        ghosts=len(ghosts),
+    )
+    assert len(during) > 10
+    assert len(on_victim) >= 5
+    assert ghosts == []
