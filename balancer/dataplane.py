@@ -77,7 +77,9 @@ class DataPlane:
         self._on_record = on_record
         self._clock = clock
         self._new_id = new_id
-        sender = LegSender(upstream=upstream, engine_key=engine_key, report_health=report_health)
+        sender = LegSender(
+            upstream=upstream, engine_key=engine_key, report_health=report_health, clock=clock
+        )
         self._legs = Legs(
             router=router, sender=sender, connectors=connectors, settings=settings, clock=clock
         )

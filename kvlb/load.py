@@ -187,6 +187,8 @@ class _Sender:
                 async for line in answer.aiter_lines():
                     if line.startswith(DATA):
                         chunk = json.loads(line.removeprefix("data: "))
+                        if "error" in chunk:
+                            raise _TurnFailedError("the answer was cut by an error")
                         usage = chunk.get("usage") or usage
                         pieces += [_content(choice) for choice in chunk.get("choices") or ()]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
