@@ -19,7 +19,7 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from balancer.config import BalancerConfig
+from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
 from balancer.core.decision_log import DecisionLog
 from balancer.core.fleet import Fleet
@@ -33,12 +33,12 @@ from balancer.engine_client import EngineClient
 from balancer.exchange import AsgiExchange
 from balancer.fleet import FleetKeeper
 from balancer.metrics import BalancerMetrics, FleetCollector
-from balancer.router import Router
+from balancer.router import PrefixIndex, Router
 from balancer.routes import Surface, create_routes
 from balancer.token_pool import TokenPool
 from balancer.tokens import PromptReader
+from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
-from indexer.core.index import BlockIndex
 
 DECISIONS_KEPT = 1000
 
@@ -63,12 +63,20 @@ class App:
     """The balancer as an ASGI application. Its lifespan starts the probes and closes clients."""
 
     def __init__(
-        self, *, routes: FastAPI, dataplane: DataPlane, keeper: FleetKeeper, ledger: LoadLedger
+        self,
+        *,
+        routes: FastAPI,
+        dataplane: DataPlane,
+        keeper: FleetKeeper,
+        ledger: LoadLedger,
+        reconfigure: Callable[[BalancerConfig], None],
     ) -> None:
         self._routes = routes
         self._dataplane = dataplane
         self.keeper = keeper
         self.ledger = ledger
+        self.reconfigure = reconfigure
+        """Take over those settings that can change while it runs (`config.reloaded`)."""
         self.broken = asyncio.Event()
         """Set once something has ended that the balancer can't do without: stop serving."""
 
@@ -92,16 +100,19 @@ class App:
 def create_app(
     *,
     config: BalancerConfig,
-    index: BlockIndex,
+    index: PrefixIndex,
     registry: CollectorRegistry,
     index_status: Callable[[], RankFacts] | None = None,
     surroundings: TimeAndChance | None = None,
+    tracing: Tracing | None = None,
 ) -> App:
     """Build everything. `config` has been through `check_config`.
 
     `index_status` tells trust, epoch and held blocks by rank for `/status`.
     """
-    builder = _Builder(config, index, registry, surroundings or TimeAndChance())
+    builder = _Builder(
+        config, index, registry, surroundings or TimeAndChance(), tracing or NoTracing()
+    )
     return builder.build(index_status or dict)
 
 
@@ -111,14 +122,16 @@ class _Builder:
     def __init__(
         self,
         config: BalancerConfig,
-        index: BlockIndex,
+        index: PrefixIndex,
         registry: CollectorRegistry,
         surroundings: TimeAndChance,
+        tracing: Tracing,
     ) -> None:
         self._config = config
         self._index = index
         self._registry = registry
         self._surroundings = surroundings
+        self._tracing = tracing
         self._engine_keys = config.engine_keys()
         self._engines = EngineClient(api_keys=self._engine_keys, timeout_s=config.probes.timeout_s)
         self._keeper = FleetKeeper(
@@ -150,15 +163,17 @@ class _Builder:
         self._reader = PromptReader(
             settings=config.tokens, pool=self._pool, engine=self._engines, clock=surroundings.clock
         )
+        self._policy = named_policy(config.routing.policy)
         self._router = Router(
             index=index,
             ledger=self._ledger,
-            policy=named_policy(config.routing.policy),
+            policy=self._policy,
             settings=config.routing,
             pd=config.pd,
             random=surroundings.random,
             clock=surroundings.clock,
             on_lookup=self._metrics.on_lookup,
+            tracing=self._tracing,
         )
         settings = config.dataplane
         self._upstream = Upstream(
@@ -181,6 +196,7 @@ class _Builder:
             clock=self._surroundings.clock,
             new_id=self._surroundings.new_id,
             engine_key=self._engine_keys.get,
+            tracing=self._tracing,
         )
         surface = Surface(
             fleet=self._keeper.snapshot,
@@ -189,15 +205,32 @@ class _Builder:
             ledger=self._ledger,
             registry=self._registry,
             decisions=self._decisions,
-            admin=self._config.admin,
-            summary=self._config.summary,
+            admin=lambda: self._config.admin,
+            summary=lambda: self._config.summary(),  # noqa: PLW0108 - it may be replaced
             index_status=index_status,
             conflicts=lambda: self._conflicts,
             version=importlib.metadata.version("kvlb"),
         )
         routes = create_routes(surface, lambda _: self._lifespan(app))
-        app = App(routes=routes, dataplane=dataplane, keeper=self._keeper, ledger=self._ledger)
+        app = App(
+            routes=routes,
+            dataplane=dataplane,
+            keeper=self._keeper,
+            ledger=self._ledger,
+            reconfigure=self._reconfigure,
+        )
         return app
+
+    def _reconfigure(self, config: BalancerConfig) -> None:
+        before = self._config
+        self._config = config = reloaded(before, config)
+        self._engine_keys.clear()  # shared with the clients, so that it changes for all of them
+        self._engine_keys.update(config.engine_keys())
+        if (before.routing, before.pd) != (config.routing, config.pd):
+            if before.routing.policy != config.routing.policy:
+                self._policy = named_policy(config.routing.policy)
+            self._router.set_settings(config.routing, config.pd, self._policy)
+        self._keeper.set_instances(config.instances)
 
     @asynccontextmanager
     async def _lifespan(self, app: App) -> AsyncIterator[None]:

@@ -25,6 +25,7 @@ from balancer.core.control_settings import (
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
+from balancer.core.tracing_settings import TracingSettings
 from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
 from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId
@@ -47,6 +48,7 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokens: TokensSettings = TokensSettings()
     probes: ProbeSettings = ProbeSettings()
     admin: AdminSettings = AdminSettings()
+    tracing: TracingSettings = TracingSettings()
 
     def engine_keys(self) -> dict[InstanceId, str]:
         """Key to use with each instance that needs one."""
@@ -60,6 +62,30 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 Config = TypeVar("Config", bound=BalancerConfig)
+
+RELOADABLE = ("instances", "engine_api_key", "engine_api_key_env", "routing", "pd", "admin")
+"""Keys that a running balancer can take over."""
+
+
+def reloaded(running: Config, wanted: Config) -> Config:
+    """Return `running` with everything of `wanted` that can change without a restart."""
+    taken = {name: getattr(wanted, name) for name in RELOADABLE}
+    # Books of predicted blocks have their size from the start.
+    fixed = running.routing.max_predicted_blocks
+    taken["routing"] = msgspec.structs.replace(wanted.routing, max_predicted_blocks=fixed)
+    return msgspec.structs.replace(running, **taken)
+
+
+def changed_keys(before: msgspec.Struct, now: msgspec.Struct) -> list[str]:
+    """Name the keys whose values differ, as the file spells them: `routing.policy`."""
+    changed: list[str] = []
+    for key in before.__struct_fields__:
+        old, new = getattr(before, key), getattr(now, key)
+        if isinstance(old, msgspec.Struct) and type(old) is type(new):
+            changed += [f"{key}.{inner}" for inner in changed_keys(old, new)]
+        elif old != new:
+            changed.append(key)
+    return changed
 
 
 def check_config(config: Config, environ: Mapping[str, str]) -> Config:

@@ -39,6 +39,7 @@ from balancer.forwarding import Forwarded, Forwarding
 from balancer.leg_sender import EngineKey, LegSender, ReportHealth
 from balancer.legs import DecodeAnswer, Job, Legs
 from balancer.router import Router
+from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
 
 logger = structlog.get_logger(__name__)
@@ -69,6 +70,7 @@ class DataPlane:
         clock: Callable[[], float],
         new_id: Callable[[], str],
         engine_key: EngineKey = lambda _: None,
+        tracing: Tracing | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
         self._fleet = fleet
@@ -77,8 +79,13 @@ class DataPlane:
         self._on_record = on_record
         self._clock = clock
         self._new_id = new_id
+        self._tracing = tracing or NoTracing()
         sender = LegSender(
-            upstream=upstream, engine_key=engine_key, report_health=report_health, clock=clock
+            upstream=upstream,
+            engine_key=engine_key,
+            report_health=report_health,
+            clock=clock,
+            tracing=self._tracing,
         )
         self._legs = Legs(
             router=router, sender=sender, connectors=connectors, settings=settings, clock=clock
@@ -99,7 +106,8 @@ class DataPlane:
             exchange=exchange, record=record, settings=self._settings, clock=self._clock
         )
         try:
-            await self._answer(exchange, record, passer)
+            with self._tracing.request(record, exchange.headers):
+                await self._answer(exchange, record, passer)
         except BalancerError as error:
             await self._tell(error, record, passer)
         except asyncio.CancelledError:

@@ -133,14 +133,23 @@ class FleetKeeper:
             watched.wake.set()  # look at once: it may be back already
 
     def set_instances(self, instances: Iterable[InstanceSettings]) -> None:
-        """Replace the fleet's members. Those whose settings stay keep what is known of them."""
-        wanted = {each.id: each for each in instances}
-        for instance, watched in list(self._watched.items()):
-            if wanted.get(instance) != watched.settings:
+        """Replace the fleet's members. Those that stay keep what is known of them.
+
+        Other settings don't make an instance another one, so it goes on getting requests; they
+        are looked at with the next probe, which begins at once.
+        """
+        before, self._watched = self._watched, {}
+        for settings in instances:
+            watched = before.get(settings.id)
+            if watched is None or not _same_ranks(watched.settings, settings):
+                watched = _Watched(settings=settings)
+            elif watched.settings != settings:
+                watched.settings = settings
                 watched.wake.set()
-                del self._watched[instance]
-        for instance, settings in wanted.items():
-            self._watched.setdefault(instance, _Watched(settings=settings))
+            self._watched[settings.id] = watched
+        for instance, watched in before.items():
+            if self._watched.get(instance) is not watched:
+                watched.wake.set()  # its task ends
         self._publish()
         self._members_changed.set()
 
@@ -233,6 +242,10 @@ class FleetKeeper:
 
     def _build(self) -> Fleet:
         return Fleet(instances=tuple(each.instance() for each in self._watched.values()))
+
+
+def _same_ranks(before: InstanceSettings, now: InstanceSettings) -> bool:
+    return (before.ranks, before.rank_base) == (now.ranks, now.rank_base)
 
 
 def _newer(known: ServedModels | None, seen: ServedModels | None) -> ServedModels | None:

@@ -8,6 +8,7 @@ from balancer.core.errors import BalancerError, EngineError, EngineRefusedError
 from balancer.core.fleet import Instance
 from balancer.core.http_headers import Headers, drop_header
 from balancer.core.record import LegRecord, RequestRecord
+from balancer.tracing import Tracing
 from balancer.upstream import Upstream
 from indexer.core.types import InstanceId
 
@@ -25,10 +26,12 @@ class LegSender:
         engine_key: EngineKey,
         report_health: ReportHealth,
         clock: Callable[[], float],
+        tracing: Tracing,
     ) -> None:
         self._upstream = upstream
         self._report_health = report_health
         self._clock = clock
+        self._tracing = tracing
         self.engine_key = engine_key
 
     async def send(
@@ -39,6 +42,7 @@ class LegSender:
         if key is not None:
             bearer = b"Bearer " + key.encode()
             headers = (*drop_header(headers, b"authorization"), (b"authorization", bearer))
+        headers = self._tracing.pass_on(headers)
         return await self._upstream.send(instance.id, method, target, headers, body)
 
     @contextmanager
@@ -54,7 +58,8 @@ class LegSender:
         )
         record.legs.append(leg)
         try:
-            yield leg
+            with self._tracing.leg(leg):
+                yield leg
         except BalancerError as error:
             leg.error = error.code or error.type
             self._report(instance, error)

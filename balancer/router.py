@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import structlog
 
@@ -38,10 +38,20 @@ from balancer.core.policies import Policy, seeded_draw
 from balancer.core.prefill_policy import SplitFacts, is_splittable
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
-from indexer.core.index import BlockIndex, PrefixMatch, Prompt
+from balancer.tracing import NoTracing, Tracing
+from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.types import RankId, Trust
 
 logger = structlog.get_logger(__name__)
+
+
+class PrefixIndex(Protocol):
+    """The read side of a `BlockIndex`."""
+
+    async def match(self, prompt: Prompt) -> Mapping[RankId, PrefixMatch]:
+        """Overlap with every rank of the prompt's model."""
+        ...
+
 
 EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
 
@@ -131,7 +141,7 @@ class Router:
     def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
-        index: BlockIndex,
+        index: PrefixIndex,
         ledger: LoadLedger,
         policy: Policy,
         settings: RoutingSettings,
@@ -139,6 +149,7 @@ class Router:
         clock: Callable[[], float],
         pd: PdSettings | None = None,
         on_lookup: Callable[[str, float], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """`on_lookup` is told the outcome (ok, timeout, failed, skipped) and its seconds."""
         self._index = index
@@ -150,6 +161,7 @@ class Router:
         self._random = random
         self._clock = clock
         self._on_lookup = on_lookup
+        self._tracing = tracing or NoTracing()
         self._ranks = KnownRanks()
         self._index_answered = True
 
@@ -157,6 +169,13 @@ class Router:
     def unknown_ranks(self) -> int:
         """Ranks in the index's answers that the fleet doesn't have, summed over lookups."""
         return self._ranks.unknown
+
+    def set_settings(self, settings: RoutingSettings, pd: PdSettings, policy: Policy) -> None:
+        """Decide by these from the next request on."""
+        self._settings = settings
+        self._pd = pd
+        self._policy = policy
+        self._planner = Planner(policy=policy, pd=pd)
 
     async def route(
         self,
@@ -175,7 +194,9 @@ class Router:
         if prefill_failed and not self._pd.allow_local_on_failure:
             raise PrefillFailedError("prefill failed, and decode instances may not stand in")
         question = await self._ask(fleet, request, prompt)
-        plan = self._plan(fleet, question, exclude, prefill_failed=prefill_failed)
+        with self._tracing.step("plan") as step:
+            plan = self._plan(fleet, question, exclude, prefill_failed=prefill_failed)
+            step.note("kvlb.reason", plan.reason.value)
         self._policy.chosen(plan.decode.candidate.rank)
         if plan.prefill:
             self._policy.chosen(plan.prefill.candidate.rank)
@@ -217,7 +238,9 @@ class Router:
         return True
 
     async def _ask(self, fleet: Fleet, request: GenerateRequest, prompt: PromptView) -> _Question:
-        by_rank = await self._match(prompt.prompts)
+        with self._tracing.step("match") as step:
+            by_rank, outcome = await self._match(prompt.prompts)
+            step.note("kvlb.lookup", outcome)
         if by_rank:
             self._learn(fleet, by_rank[0])
         matches = PromptMatches(
@@ -261,11 +284,13 @@ class Router:
     def _draw(self) -> TieBreak:
         return seeded_draw(int(self._random() * 2**53))
 
-    async def _match(self, prompts: tuple[Prompt, ...]) -> tuple[Mapping[RankId, PrefixMatch], ...]:
-        """The index's answers, or none: slow and broken are alike to the request."""
+    async def _match(
+        self, prompts: tuple[Prompt, ...]
+    ) -> tuple[tuple[Mapping[RankId, PrefixMatch], ...], str]:
+        """The index's answers, or none, and the outcome: slow and broken are alike to the request."""
         if not prompts:
             self._count_lookup("skipped", 0.0)
-            return ()
+            return (), "skipped"
         started_s = self._clock()
         answers: tuple[Mapping[RankId, PrefixMatch], ...] = ()
         outcome = "ok"
@@ -279,7 +304,7 @@ class Router:
             self._log_failure(error)
         self._count_lookup(outcome, self._clock() - started_s)
         self._index_answered = outcome == "ok"
-        return answers
+        return answers, outcome
 
     def _log_failure(self, error: Exception) -> None:
         if self._index_answered:  # once per outage: the counter has the rest

@@ -58,7 +58,7 @@ class Surface:
     ledger: LoadLedger
     registry: CollectorRegistry
     decisions: DecisionLog
-    admin: AdminSettings
+    admin: Callable[[], AdminSettings]
     summary: Callable[[], Mapping[str, Any]]
     """Configuration without secrets."""
     index_status: Callable[[], RankFacts]
@@ -81,13 +81,18 @@ def create_routes(
     )
     api.state.is_draining = False
     api.state.is_broken = False
-    api.add_exception_handler(BalancerError, _answer_error)
-    api.add_exception_handler(HTTPException, _answer_http_error)
-    api.add_exception_handler(RequestValidationError, _answer_invalid)
+    add_error_answers(api)
     _add_model_routes(api, surface)
     _add_process_routes(api, surface)
     _add_operator_routes(api, surface)
     return api
+
+
+def add_error_answers(api: FastAPI) -> None:
+    """Answer every error in OpenAI's form."""
+    api.add_exception_handler(BalancerError, _answer_error)
+    api.add_exception_handler(HTTPException, _answer_http_error)
+    api.add_exception_handler(RequestValidationError, _answer_invalid)
 
 
 def _add_model_routes(api: FastAPI, surface: Surface) -> None:
@@ -129,7 +134,7 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
 
 
 def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
-    guarded = [Depends(_guard(surface.admin))]
+    guarded = [Depends(guard(surface.admin))]
 
     @api.get("/status", tags=["operator"], dependencies=guarded)
     async def status() -> Response:
@@ -197,11 +202,12 @@ def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRe
     return read_generate(Endpoint(path), raw_body, fleet, request_id="explain")
 
 
-def _guard(admin: AdminSettings) -> Callable[[Request], Awaitable[None]]:
+def guard(admin: Callable[[], AdminSettings]) -> Callable[[Request], Awaitable[None]]:
     """Let operators in: on this machine, or with the admin key."""
-    key = admin.api_key.reveal().encode() if admin.api_key else None
 
     async def check(request: Request) -> None:
+        secret = admin().api_key
+        key = secret.reveal().encode() if secret else None
         given = request.headers.get("x-api-key")
         if given is None and _is_local(request):
             return

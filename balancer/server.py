@@ -29,7 +29,7 @@ class BalancerBrokenError(Exception):
     """Something ended that the balancer can't do without. The log says what."""
 
 
-class _Server(uvicorn.Server):
+class EmbeddedServer(uvicorn.Server):
     """Leaves signals to its owner, and says when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -59,8 +59,8 @@ async def serve(
     `port` 0 takes any free one; `on_listening` gets the port once connections are accepted.
     Raises ListenError, or BalancerBrokenError if it had to end by itself.
     """
-    listener = _listen(host, port)
-    server = _Server(
+    listener = listen(host, port)
+    server = EmbeddedServer(
         uvicorn.Config(
             app,
             loop="none",
@@ -98,7 +98,7 @@ async def serve(
 
 
 async def _watch(
-    server: _Server,
+    server: EmbeddedServer,
     app: App,
     stop: asyncio.Event,
     listener: socket.socket,
@@ -114,14 +114,14 @@ async def _watch(
     server.should_exit = True
 
 
-async def _watch_broken(server: _Server, app: App) -> None:
+async def _watch_broken(server: EmbeddedServer, app: App) -> None:
     """Leave when the application can't go on: running answers may finish, nothing new begins."""
     await app.broken.wait()
     app.start_draining()
     server.should_exit = True
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)

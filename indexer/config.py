@@ -7,7 +7,7 @@ import msgspec
 
 from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import check_endpoint
-from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
+from indexer.core.limits import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId, RankId
 
 Direction = Literal["connect", "bind"]
@@ -61,10 +61,20 @@ class InstanceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def name(self) -> str:
         return self.alias or self.instance
 
+    def has_streams_of(self, other: "InstanceSource") -> bool:
+        """Is this the same instance, followed the same way? Its key may be another."""
+        return msgspec.structs.replace(self, api_key=None) == msgspec.structs.replace(
+            other, api_key=None
+        )
+
 
 class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How streams are followed."""
 
+    status_host: str | None = None
+    """Address of the status server of `kvlb indexer`; default: `host`."""
+    status_port: Port = 8081
+    """Its port."""
     replay_timeout_s: PositiveFloat = 5.0
     """A replay is given up when nothing has come for this long."""
     receive_high_water: NonNegativeInt = 0

@@ -194,7 +194,10 @@ class IndexerService:
 
     async def _change_fleet(self, running: _Running) -> None:
         for instance, entry in list(self._instances.items()):
-            if self._wanted.get(instance) != entry.source:
+            wanted = self._wanted.get(instance)
+            if wanted is not None and wanted.has_streams_of(entry.source):
+                entry.source = wanted  # asked with the new key from now on
+            else:
                 await _stop(entry.task)
                 for rank in list(entry.ranks):
                     await self._forget(entry, rank)

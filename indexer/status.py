@@ -5,12 +5,12 @@ and the series of a rank that left are gone with it. Labels are instance (its al
 reasons out of fixed sets.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -67,9 +67,17 @@ class IndexerCollector(Collector):
         yield entries
 
 
-def indexer_status_app(source: StatusSource, registry: CollectorRegistry) -> FastAPI:
-    """`/health`, `/ready`, `/metrics`, `/status`. Exposes addresses: keep it off public networks."""
+def indexer_status_app(
+    source: StatusSource,
+    registry: CollectorRegistry,
+    guard: Callable[[Request], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """`/health`, `/ready`, `/metrics`, `/status`.
+
+    `/status` tells addresses: `guard` raises for those who may not read it.
+    """
     app = FastAPI(title="kvlb indexer", openapi_url=None)
+    guarded = [Depends(guard)] if guard else []
 
     @app.get("/health")
     async def health() -> Mapping[str, str]:
@@ -87,7 +95,7 @@ def indexer_status_app(source: StatusSource, registry: CollectorRegistry) -> Fas
         await source.measure()
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/status")
+    @app.get("/status", dependencies=guarded)
     async def status() -> Response:
         body = msgspec.json.encode(render_status(source))
         return Response(body, media_type="application/json")

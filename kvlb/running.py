@@ -1,27 +1,38 @@
-"""Composes one process out of the parts: memory index, indexer, balancer, one event loop.
+"""Composes processes out of the parts: `up` (everything in one), `balancer`, `indexer`.
 
 The only place that knows both the indexer's service and the balancer's application.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from balancer.app import create_app
+from balancer.app import App, create_app
 from balancer.core.fleet_view import RankFacts
+from balancer.routes import add_error_answers, guard
 from balancer.server import BalancerBrokenError, ListenError, serve
+from indexer.core.index import BlockIndex
 from indexer.core.rank_status import RankStatus
-from indexer.memory_index import MemoryIndex
 from indexer.service import IndexerService
-from indexer.status import IndexerCollector
+from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
+from kvlb.index_backend import open_index, open_reader
+from kvlb.reload import Reloader
 from kvlb.settings import KvlbSettings
+from kvlb.status_server import serve_status
+from kvlb.trace_export import open_tracing
+
+NOT_OF_THE_BALANCER = frozenset({"indexer"})
+NOT_OF_THE_INDEXER = frozenset(
+    {"port", "drain_s", "dataplane", "routing", "pd", "tokens", "probes", "tracing"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,51 +43,135 @@ class RunningKvlb:
     indexer: IndexerService
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """Where settings come from while a process runs."""
+
+    path: Path
+    read: Callable[[], KvlbSettings]
+    """Everything anew: file, environment, options. Raises SettingsError."""
+
+    def reloader(
+        self,
+        running: KvlbSettings,
+        apply: Callable[[KvlbSettings], None],
+        ignored: frozenset[str] = frozenset(),
+    ) -> Reloader:
+        return Reloader(self.path, running=running, read=self.read, apply=apply, ignored=ignored)
+
+
 async def run_kvlb(
     settings: KvlbSettings,
     *,
     stop: asyncio.Event,
     on_listening: Callable[[RunningKvlb], None],
+    file: ConfigFile | None = None,
 ) -> None:
     """Index and balance until `stop` is set and running answers are finished."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    index = MemoryIndex()
-    async with httpx.AsyncClient(trust_env=False) as http:
-        indexer = IndexerService(
-            config=settings.indexer,
-            sources=settings.engine_sources(),
-            index=index,
-            http=http,
-        )
-        registry.register(IndexerCollector(indexer))
+    registry = _new_registry()
+    async with AsyncExitStack() as stack:
+        index = await stack.enter_async_context(open_index(settings.redis))
+        tracing = await stack.enter_async_context(open_tracing(settings.tracing))
+        indexer = await _new_indexer(settings, index, registry, stack)
         app = create_app(
             config=settings,
             index=index,
             registry=registry,
             index_status=lambda: render_ranks(indexer),
+            tracing=tracing,
         )
 
-        def listening(port: int) -> None:
-            url = f"http://{_reachable(settings.host)}:{port}"
-            on_listening(RunningKvlb(url=url, indexer=indexer))
+        def apply(changed: KvlbSettings) -> None:
+            app.reconfigure(changed)
+            indexer.set_sources(changed.engine_sources())
 
         async with asyncio.TaskGroup() as group:
-            indexing = group.create_task(indexer.run())
+            tasks = [group.create_task(indexer.run())]
+            if file is not None:
+                tasks.append(group.create_task(file.reloader(settings, apply).run()))
+            await _serve_balancer(
+                app,
+                settings,
+                stop,
+                lambda url: on_listening(RunningKvlb(url=url, indexer=indexer)),
+            )
+            for task in tasks:
+                task.cancel()
+
+
+async def run_balancer(
+    settings: KvlbSettings,
+    *,
+    stop: asyncio.Event,
+    on_listening: Callable[[str], None],
+    file: ConfigFile | None = None,
+) -> None:
+    """Balance on what an indexer writes to Redis, until `stop` is set and answers are finished.
+
+    `on_listening` gets the balancer's address. Redis may be down: requests are routed by load.
+    """
+    if settings.redis is None:
+        raise SettingsError(no_redis("balancer"))
+    async with AsyncExitStack() as stack:
+        index = await stack.enter_async_context(open_reader(settings.redis))
+        tracing = await stack.enter_async_context(open_tracing(settings.tracing))
+        app = create_app(config=settings, index=index, registry=_new_registry(), tracing=tracing)
+        async with asyncio.TaskGroup() as group:
+            reloading = None
+            if file is not None:
+                reloader = file.reloader(settings, app.reconfigure, NOT_OF_THE_BALANCER)
+                reloading = group.create_task(reloader.run())
+            await _serve_balancer(app, settings, stop, on_listening)
+            if reloading is not None:
+                reloading.cancel()
+
+
+async def run_indexer(
+    settings: KvlbSettings,
+    *,
+    stop: asyncio.Event,
+    on_listening: Callable[[str], None],
+    file: ConfigFile | None = None,
+) -> None:
+    """Follow the engines and write Redis until `stop` is set.
+
+    `on_listening` gets the address of the status server. Redis may be down: what is known is
+    written when it is there.
+    """
+    if settings.redis is None:
+        raise SettingsError(no_redis("indexer"))
+    registry = _new_registry()
+    async with AsyncExitStack() as stack:
+        index = await stack.enter_async_context(open_index(settings.redis))
+        indexer = await _new_indexer(settings, index, registry, stack)
+        admin = settings.admin
+
+        def apply(changed: KvlbSettings) -> None:
+            nonlocal admin
+            admin = changed.admin
+            indexer.set_sources(changed.engine_sources())
+
+        api = indexer_status_app(indexer, registry, guard(lambda: admin))
+        add_error_answers(api)
+        host = settings.indexer.status_host or settings.host
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(indexer.run())]
+            if file is not None:
+                reloader = file.reloader(settings, apply, NOT_OF_THE_INDEXER)
+                tasks.append(group.create_task(reloader.run()))
             try:
-                await serve(
-                    app,
-                    host=settings.host,
-                    port=settings.port,
-                    drain_s=settings.drain_s,
+                await serve_status(
+                    api,
+                    host=host,
+                    port=settings.indexer.status_port,
                     stop=stop,
-                    on_listening=listening,
+                    on_listening=lambda port: on_listening(_url(host, port)),
                 )
             except ListenError as error:
-                raise SettingsError(f"{error}; choose another with --host or --port") from error
-            except BalancerBrokenError as error:
-                raise BrokenError(str(error)) from error
-            indexing.cancel()
+                hint = "choose another with `indexer.status_port` or --status-port"
+                raise SettingsError(f"{error}; {hint}") from error
+            for task in tasks:
+                task.cancel()
 
 
 @asynccontextmanager
@@ -92,6 +187,14 @@ async def running_kvlb(settings: KvlbSettings) -> AsyncIterator[RunningKvlb]:
             stop.set()
 
 
+def no_redis(command: str) -> str:
+    """What to say to somebody who starts `command` without a Redis."""
+    return (
+        f"`redis.url`: `kvlb {command}` needs the Redis that indexer and balancers share; name it in "
+        "the file, with --redis redis://host:6379 or KVLB_REDIS_URL. Without Redis: `kvlb up`"
+    )
+
+
 def render_ranks(indexer: IndexerService) -> RankFacts:
     """What the indexer knows of each rank, for `/status`."""
     return {status.rank: _render_rank(status) for status in indexer.status()}
@@ -103,8 +206,45 @@ def _render_rank(status: RankStatus) -> dict[str, Any]:
     return shown
 
 
-def _reachable(host: str) -> str:
-    """A host to show: "every interface" is no address to connect to."""
+def _new_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+async def _new_indexer(
+    settings: KvlbSettings, index: BlockIndex, registry: CollectorRegistry, stack: AsyncExitStack
+) -> IndexerService:
+    indexer = IndexerService(
+        config=settings.indexer,
+        sources=settings.engine_sources(),
+        index=index,
+        http=await stack.enter_async_context(httpx.AsyncClient(trust_env=False)),
+    )
+    registry.register(IndexerCollector(indexer))
+    return indexer
+
+
+async def _serve_balancer(
+    app: App, settings: KvlbSettings, stop: asyncio.Event, on_listening: Callable[[str], None]
+) -> None:
+    try:
+        await serve(
+            app,
+            host=settings.host,
+            port=settings.port,
+            drain_s=settings.drain_s,
+            stop=stop,
+            on_listening=lambda port: on_listening(_url(settings.host, port)),
+        )
+    except ListenError as error:
+        raise SettingsError(f"{error}; choose another with --host or --port") from error
+    except BalancerBrokenError as error:
+        raise BrokenError(str(error)) from error
+
+
+def _url(host: str, port: int) -> str:
+    """An address to show: "every interface" is none to connect to."""
     if host in {"0.0.0.0", "::", ""}:  # noqa: S104 - recognised, not bound
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -247,6 +247,7 @@ class Balancer:
             pd=options.pop("pd", PdSettings()),
             random=lambda: 0.5,
             clock=time.monotonic,
+            tracing=options.get("tracing"),
         )
         self._ids = count(1)
         self._noted = asyncio.Event()

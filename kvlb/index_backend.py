@@ -1,0 +1,35 @@
+"""Opens the index that the settings name: in this process's memory, or in Redis."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from balancer.router import PrefixIndex
+from indexer.core.index import BlockIndex
+from indexer.memory_index import MemoryIndex
+from indexer.redis_index.connection import RedisConnection
+from indexer.redis_index.reader import RedisIndexReader
+from indexer.redis_index.redis_index import RedisIndex
+from indexer.redis_index.settings import RedisSettings
+
+
+@asynccontextmanager
+async def open_index(settings: RedisSettings | None) -> AsyncIterator[BlockIndex]:
+    """All of it: for a process that writes. Without Redis it lives in this process's memory."""
+    if settings is None:
+        yield MemoryIndex()
+        return
+    index = RedisIndex(RedisConnection(settings))
+    try:
+        yield index
+    finally:
+        await index.aclose()
+
+
+@asynccontextmanager
+async def open_reader(settings: RedisSettings) -> AsyncIterator[PrefixIndex]:
+    """For a process that only looks things up. Nothing is asked of Redis yet."""
+    connection = RedisConnection(settings)
+    try:
+        yield RedisIndexReader(connection)
+    finally:
+        await connection.aclose()
