@@ -10,7 +10,7 @@ Rules:
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -18,8 +18,6 @@ from balancer.connectors.available import connectors
 from balancer.core.control_settings import (
     AdminSettings,
     InstanceSettings,
-    NonNegativeFloat,
-    Port,
     ProbeSettings,
     TokensSettings,
     name_instances,
@@ -28,6 +26,7 @@ from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
+from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId
 
 
@@ -60,8 +59,11 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return shown
 
 
-def check_config(config: BalancerConfig, environ: Mapping[str, str]) -> BalancerConfig:
-    """Return `config` with its secrets filled in, or raise ConfigError for what can't work."""
+Config = TypeVar("Config", bound=BalancerConfig)
+
+
+def check_config(config: Config, environ: Mapping[str, str]) -> Config:
+    """Return `config` with secrets and aliases filled in, or raise ConfigError for what can't work."""
     _refuse_duplicates("url", (each.id for each in config.instances))
     config = msgspec.structs.replace(config, instances=name_instances(config.instances))
     _refuse_duplicates("alias", (each.name for each in config.instances))
@@ -88,7 +90,7 @@ def _refuse_duplicates(key: str, values: Iterable[str]) -> None:
         seen[value] = number
 
 
-def _with_secrets(config: BalancerConfig, environ: Mapping[str, str]) -> BalancerConfig:
+def _with_secrets(config: Config, environ: Mapping[str, str]) -> Config:
     instances = tuple(
         msgspec.structs.replace(
             each, api_key=_secret(each, "api_key", f"instances[{number}].", environ)

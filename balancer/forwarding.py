@@ -16,7 +16,6 @@ from balancer.answers import AnswerPasser
 from balancer.connection import UpstreamAnswer
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import (
-    BalancerError,
     EngineError,
     EngineRefusedError,
     NoInstanceError,
@@ -91,7 +90,10 @@ class Forwarding:
     async def _carry_to(
         self, instance: Instance, request: Forwarded, record: RequestRecord, passer: AnswerPasser
     ) -> None:
-        with self._recorded(instance, record) as leg:
+        with (
+            self._counted(instance),
+            self._sender.recorded(instance, "forward", record, None) as leg,
+        ):
             answer = await self._sender.send(
                 instance, request.method, request.target, request.headers, request.body
             )
@@ -105,23 +107,11 @@ class Forwarding:
                 answer.close()
 
     @contextmanager
-    def _recorded(self, instance: Instance, record: RequestRecord) -> Iterator[LegRecord]:
-        leg = LegRecord(
-            kind="forward", alias=instance.alias, overlap_tokens=None, started_s=self._clock()
-        )
-        record.legs.append(leg)
+    def _counted(self, instance: Instance) -> Iterator[None]:
         self._in_flight[instance.id] += 1
         try:
-            with self._sender.told(instance):
-                yield leg
-        except BalancerError as error:
-            leg.error = error.code or error.type
-            raise
-        except BaseException:
-            leg.error = "cancelled"
-            raise
+            yield
         finally:
-            leg.ended_s = self._clock()
             self._in_flight[instance.id] -= 1
             if not self._in_flight[instance.id]:
                 del self._in_flight[instance.id]

@@ -1,12 +1,13 @@
-"""One leg to one instance: the engine's key, and word to the fleet's keeper of how it went."""
+"""One leg to one instance: the engine's key, its `LegRecord`, and word to the fleet's keeper."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from balancer.connection import UpstreamAnswer
-from balancer.core.errors import EngineError, EngineRefusedError
+from balancer.core.errors import BalancerError, EngineError, EngineRefusedError
 from balancer.core.fleet import Instance
 from balancer.core.http_headers import Headers, drop_header
+from balancer.core.record import LegRecord, RequestRecord
 from balancer.upstream import Upstream
 from indexer.core.types import InstanceId
 
@@ -18,11 +19,17 @@ class LegSender:
     """Sends one leg to one instance, with the headers it needs."""
 
     def __init__(
-        self, *, upstream: Upstream, engine_key: EngineKey, report_health: ReportHealth
+        self,
+        *,
+        upstream: Upstream,
+        engine_key: EngineKey,
+        report_health: ReportHealth,
+        clock: Callable[[], float],
     ) -> None:
         self._upstream = upstream
+        self._report_health = report_health
+        self._clock = clock
         self.engine_key = engine_key
-        self.report_health = report_health
 
     async def send(
         self, instance: Instance, method: str, target: str, headers: Headers, body: bytes
@@ -35,14 +42,34 @@ class LegSender:
         return await self._upstream.send(instance.id, method, target, headers, body)
 
     @contextmanager
-    def told(self, instance: Instance) -> Iterator[None]:
-        """Tell the fleet's keeper how the leg went."""
+    def recorded(
+        self, instance: Instance, kind: str, record: RequestRecord, overlap_tokens: int | None
+    ) -> Iterator[LegRecord]:
+        """One attempt: its record, and word to the fleet's keeper of how it went."""
+        leg = LegRecord(
+            kind=kind,
+            alias=instance.alias,
+            overlap_tokens=overlap_tokens,
+            started_s=self._clock(),
+        )
+        record.legs.append(leg)
         try:
-            yield
-        except EngineRefusedError:
-            self.report_health(instance.id, True, None)
+            yield leg
+        except BalancerError as error:
+            leg.error = error.code or error.type
+            self._report(instance, error)
             raise
-        except EngineError as error:
-            self.report_health(instance.id, False, error.code)
+        except BaseException:
+            leg.error = "cancelled"
             raise
-        self.report_health(instance.id, True, None)
+        else:
+            self._report_health(instance.id, True, None)
+        finally:
+            leg.ended_s = self._clock()
+
+    def _report(self, instance: Instance, error: BalancerError) -> None:
+        """An engine that refuses is well; what isn't the engine's fault says nothing of it."""
+        if isinstance(error, EngineRefusedError):
+            self._report_health(instance.id, True, None)
+        elif isinstance(error, EngineError):
+            self._report_health(instance.id, False, error.code)

@@ -15,8 +15,8 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -272,26 +272,11 @@ class Legs:
             body = await answer.read(MAX_ERROR_BYTES)
             raise EngineRefusedError(answer.status, answer.headers, body, alias=leg.alias)
 
-    @contextmanager
-    def _recorded(self, job: Job, kind: str, candidate: Candidate) -> Iterator[LegRecord]:
-        leg = LegRecord(
-            kind=kind,
-            alias=candidate.instance.alias,
-            overlap_tokens=_overlap(candidate) if job.prompt.prompts else None,
-            started_s=self._clock(),
-        )
-        job.record.legs.append(leg)
-        try:
-            with self._sender.told(candidate.instance):
-                yield leg
-        except BalancerError as error:
-            leg.error = error.code or error.type
-            raise
-        except BaseException:
-            leg.error = "cancelled"
-            raise
-        finally:
-            leg.ended_s = self._clock()
+    def _recorded(
+        self, job: Job, kind: str, candidate: Candidate
+    ) -> AbstractContextManager[LegRecord]:
+        overlap_tokens = _overlap(candidate) if job.prompt.prompts else None
+        return self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens)
 
     def _is_clients_fault(self, instance: Instance, error: BalancerError) -> bool:
         """Tell whether another prefill engine would refuse the request, too."""

@@ -112,7 +112,11 @@ def _prompts(request: GenerateRequest, ids: Sequence[Sequence[int]]) -> tuple[Pr
 
 
 class EngineTokens:
-    """Tokens from the engines' `/tokenize`: bounded, with a breaker per instance."""
+    """Tokens from the engines' `/tokenize`: bounded, with a breaker per instance.
+
+    An instance that fails is followed by the next one at once, one that is silent for half of the
+    time that is left gets company: an engine may die without a word.
+    """
 
     def __init__(
         self, settings: TokensSettings, engine: EngineTokenizer, clock: Callable[[], float]
@@ -127,7 +131,7 @@ class EngineTokens:
     async def encode(
         self, fleet: Fleet, request: GenerateRequest, shape: TextShape | ChatShape, ends_s: float
     ) -> Tokens:
-        """Ask one instance after the other until the loop's time is `ends_s`."""
+        """Ask until the loop's time is `ends_s`. Raises UnscorableError."""
         bodies = tokenize_bodies(shape, request.model)
         if len(bodies) > MAX_ENGINE_PROMPTS:
             raise UnscorableError(Unscorable.NO_TOKENIZER)
@@ -135,15 +139,48 @@ class EngineTokens:
             raise UnscorableError(Unscorable.BUSY)
         self._calls += 1
         try:
-            for instance in self._willing(fleet, request.model):
-                tokens = await self._ask(instance, bodies, ends_s)
-                if tokens is not None:
-                    for each in tokens:
-                        check_text_length(len(each), shape.truncation)
-                    return tokens
+            answer = await self._race(self._willing(fleet, request.model), bodies, ends_s)
         finally:
             self._calls -= 1
-        raise UnscorableError(Unscorable.NO_TOKENIZER)
+        if isinstance(answer, Unscorable):
+            raise UnscorableError(answer)
+        for each in answer:
+            check_text_length(len(each), shape.truncation)
+        return answer
+
+    async def _race(
+        self,
+        instances: Iterator[InstanceId],
+        bodies: Sequence[Mapping[str, Any]],
+        ends_s: float,
+    ) -> Tokens | Unscorable:
+        """The first answer that settles the matter. At most two instances are asked at a time."""
+        asked: dict[asyncio.Task[Tokens | Unscorable | None], InstanceId] = {}
+        is_alone = True
+        async with asyncio.TaskGroup() as group:
+            while True:
+                instance = next(instances, None)
+                if instance is not None:
+                    task = group.create_task(self._ask(instance, bodies, ends_s))
+                    asked[task] = instance
+                if not asked:
+                    return Unscorable.NO_TOKENIZER
+                patience_s = (ends_s - asyncio.get_running_loop().time()) / 2 if is_alone else None
+                done, _ = await asyncio.wait(
+                    asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                is_alone = bool(done)
+                for task in done:
+                    del asked[task]
+                    answer = task.result()
+                    if answer is not None:
+                        self._give_up(asked)
+                        return answer
+
+    def _give_up(self, late: Mapping[asyncio.Task[Any], InstanceId]) -> None:
+        for task, instance in late.items():
+            task.cancel()
+            self._breaker(instance).failed(self._clock())
 
     def _willing(self, fleet: Fleet, model: str) -> Iterator[InstanceId]:
         """Instances that may be asked, each time another one first."""
@@ -157,19 +194,19 @@ class EngineTokens:
 
     async def _ask(
         self, instance: InstanceId, bodies: Sequence[Mapping[str, Any]], ends_s: float
-    ) -> Tokens | None:
-        """Tokens, or None if another instance should be asked."""
+    ) -> Tokens | Unscorable | None:
+        """Tokens, or why there can't be any, or None if another instance should be asked."""
         breaker = self._breaker(instance)
         try:
             async with asyncio.timeout_at(ends_s):
                 ids = [await self._engine.tokenize(instance, body) for body in bodies]
             tokens = tuple(array("I", each) for each in ids)
-        except TokenizeRefusedError as error:
+        except TokenizeRefusedError:
             breaker.succeeded()
-            raise UnscorableError(Unscorable.REFUSED) from error
-        except TimeoutError as error:
+            return Unscorable.REFUSED
+        except TimeoutError:
             breaker.failed(self._clock())
-            raise UnscorableError(Unscorable.TIMEOUT) from error
+            return Unscorable.TIMEOUT
         except (EngineCallError, OverflowError):
             breaker.failed(self._clock())
             return None

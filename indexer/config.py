@@ -1,17 +1,15 @@
 """The indexer's settings and where its streams come from. Frozen, checked, units in the names."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import check_endpoint
+from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId, RankId
 
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 Direction = Literal["connect", "bind"]
 
 

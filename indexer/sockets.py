@@ -19,6 +19,8 @@ from indexer.core.frames import replay_request
 Frames = list[bytes]
 
 _BURST_MESSAGES = 64
+_BURST_BYTES = 1 << 20
+"""Taken at once, whichever comes first: about a millisecond."""
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
 # A peer that vanished without closing its connection is noticed, so that its return is checked.
@@ -160,10 +162,13 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 def _drain(socket: zmq.Socket[bytes]) -> list[Frames]:
     messages: list[Frames] = []
+    taken_bytes = 0
     receive: Callable[[int], Frames] = socket.recv_multipart
     try:
-        while len(messages) < _BURST_MESSAGES:
-            messages.append(receive(zmq.NOBLOCK))
+        while len(messages) < _BURST_MESSAGES and taken_bytes < _BURST_BYTES:
+            frames = receive(zmq.NOBLOCK)
+            messages.append(frames)
+            taken_bytes += len(frames[-1])
     except zmq.Again:
         pass
     return messages

@@ -15,13 +15,12 @@ Environment: KVLB_HOST, KVLB_PORT, KVLB_ADMIN_API_KEY, KVLB_ENGINE_API_KEY.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import yaml
 
 from balancer.config import BalancerConfig, check_config
-from balancer.core.control_settings import InstanceSettings, name_instances
+from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
 from indexer.core.endpoints import check_endpoint
@@ -103,8 +102,7 @@ def load_settings(
         checked = check_config(decoded, environ)
     except ConfigError as error:
         raise SettingsError(f"{source}{error}") from error
-    instances = name_instances(checked.instances)
-    return cast("KvlbSettings", msgspec.structs.replace(checked, instances=instances))
+    return checked
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -12,13 +12,9 @@ from xxhash import xxh32_hexdigest
 from balancer.core.fleet import NO_CONNECTOR, Instance, Role
 from balancer.core.settings_errors import Secret
 from indexer.core.addresses import parse_instance_id
+from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId
 
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
-NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Alias = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:\[\]-]+$")]
 
 

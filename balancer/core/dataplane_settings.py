@@ -1,27 +1,27 @@
 """What an operator can set of the data plane. Times are limits, 0 or less is refused."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
-PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits and switches of the proxied paths. There is no total limit on purpose."""
 
-    connect_timeout_s: PositiveSeconds = 5.0
-    first_byte_timeout_s: PositiveSeconds = 600.0
+    connect_timeout_s: PositiveFloat = 5.0
+    first_byte_timeout_s: PositiveFloat = 600.0
     """From the request to the first byte of the answer's body: queue and prefill are in it."""
-    idle_timeout_s: PositiveSeconds = 120.0
+    idle_timeout_s: PositiveFloat = 120.0
     """Longest silence between two pieces of an answer."""
-    keep_alive_s: PositiveSeconds = 4.0
+    keep_alive_s: PositiveFloat = 4.0
     """Idle connections are dropped after this; keep it below the engines' own (vLLM: 5 s)."""
-    max_body_bytes: Annotated[int, msgspec.Meta(gt=0)] = 64 * 1024 * 1024
+    max_body_bytes: PositiveInt = 64 * 1024 * 1024
     """A larger request body is refused with 413."""
     usage_inject: bool = True
     """Ask engines for the usage of streams, so that delivered cached tokens are known."""
     headers: Literal["full", "id", "off"] = "full"
     """Which `x-kvlb-*` headers answers carry; `id` leaves only the request id."""
-    retries: Annotated[int, msgspec.Meta(ge=0)] = 1
+    retries: NonNegativeInt = 1
     """Further instances tried while no byte has gone to the client."""

@@ -3,14 +3,11 @@
 `balancer.config` composes both under the keys `routing` and `pd`.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveInt = Annotated[int, Meta(ge=1)]
+from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 
 PolicyName = Literal["kvlb", "round_robin", "least_loaded", "prefix_overlap", "session"]
 

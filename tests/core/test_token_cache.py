@@ -53,4 +53,4 @@ def test_never_over_the_limit(puts: list[tuple[bytes, int]]) -> None:
 
     held = {key for key, _ in puts if cache.get(key) is not None}
     expected = sum(ENTRY_BYTES + 4 * len(found[0]) for key in held if (found := cache.get(key)))
-    assert cache.held_bytes == expected <= 4_000
+    assert cache._held_bytes == expected <= 4_000

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -82,6 +83,10 @@ class Publisher:
     def close(self) -> None:
         self._close_sockets()
         self._context.term()
+
+    def stop(self) -> None:
+        """The process is gone, its ports with it."""
+        self._close_sockets()
 
     async def restart(self) -> None:
         """Another process on the same ports: numbers begin at 0, the ring is empty."""
@@ -216,6 +221,8 @@ class EngineHttp:
         """None: a release that doesn't have the endpoint."""
         self.key: str | None = None
         self.keys_seen: list[str | None] = []
+        self.stop: Callable[[], None] = lambda: None
+        """Shuts the server down."""
 
 
 @pytest.fixture
@@ -232,10 +239,11 @@ def engine_http() -> Callable[..., AbstractAsyncContextManager[EngineHttp]]:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve())
             await _eventually(lambda: server.started)
+            engine.stop = partial(setattr, server, "should_exit", True)
             try:
                 yield engine
             finally:
-                server.should_exit = True
+                engine.stop()
                 await asyncio.wait((serving,))
 
     return run

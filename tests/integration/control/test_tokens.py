@@ -431,6 +431,22 @@ async def test_another_engine_is_asked_when_one_is_gone(
     assert {view.source for view in views} == {"engine"}
 
 
+async def test_another_engine_is_asked_when_one_is_silent(
+    engine_factory: Any, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
+) -> None:
+    """Within the same deadline; and it is left alone after some of that."""
+    reader = make_reader(deadline_s=1.0, breaker_failures=2, breaker_cool_down_s=60.0)
+    async with engine_factory() as here, engine_factory() as hung:
+        hung.stall.add("/tokenize")
+        views = [
+            await reader.read(fleet_of(hung, here), make_request({"prompt": f"{number}"}))
+            for number in range(8)
+        ]
+
+    assert {view.source for view in views} == {"engine"}
+    assert hung.calls("/tokenize") == 2
+
+
 async def test_many_texts_are_not_worth_as_many_calls(
     engine: Any, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
 ) -> None:

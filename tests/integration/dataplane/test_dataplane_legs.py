@@ -213,6 +213,24 @@ async def test_failed_prefill_leg_is_repeated_on_another_instance(
     assert proxy.in_flight() == 0
 
 
+async def test_answer_without_transfer_is_the_prefill_engines_failure(
+    engine: Any, balancer: Any, pair: Any, client: httpx.AsyncClient
+) -> None:
+    """The fleet's keeper hears of it as of any other failed leg, and never that all went well."""
+    async with (
+        engine(FAILED_PREFILLS["no-params"]) as bad,
+        engine(decode_never) as d,
+        balancer(*pair(bad, d)) as proxy,
+    ):
+        await client.post(proxy.url + COMPLETIONS, json=long_prompt())
+        (record,) = await proxy.wait_for_records(1)
+
+    assert {(leg.kind, leg.status, leg.error) for leg in record.legs} == {
+        ("prefill", 200, "no_transfer")
+    }
+    assert {told[1:] for told in proxy.health} == {(False, "no_transfer")}
+
+
 @pytest.mark.parametrize("fault", FAILED_PREFILLS)
 async def test_no_prefill_instance_left_is_503(
     engine: Any, balancer: Any, pair: Any, client: httpx.AsyncClient, fault: str

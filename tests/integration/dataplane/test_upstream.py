@@ -495,7 +495,7 @@ async def test_early_answer_to_an_unsent_body_ends_the_connection(engine: Engine
         await done.wait()
 
         assert answers == [b"413"]
-        assert upstream.idle_connections(url) == 0
+        assert not upstream._pools[url].idle
 
 
 async def test_ipv6(engine: EngineFactory) -> None:
@@ -591,7 +591,7 @@ async def test_sockets_return_to_base_after_broken_answers(engine: EngineFactory
 
         assert fake.connections < 60
         await fake.wait_for_connections(0)
-        assert upstream.idle_connections(fake.url) == 0
+        assert not any(each.is_open for each in upstream._pools[fake.url].idle)
 
 
 def test_everything_works_on_uvloop(engine: EngineFactory, balancer: Any, instance: Any) -> None:
@@ -609,7 +609,7 @@ def test_everything_works_on_uvloop(engine: EngineFactory, balancer: Any, instan
         ):
             body = b'{"prompt":[1,2],"stream":true}'
             answer = await upstream.send(proxy.url, "POST", "/v1/completions", (), body)
-            return b"".join([chunk async for chunk in answer.chunks()])
+            return await answer.read(10_000)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(proxied()) == b"".join(events)
