@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench lint types contracts unit e2e deep clean
+.PHONY: help demo test check fix bench lint types contracts unit e2e deep clean services test-engine
 
 help: ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,7 +22,10 @@ $(READY): pyproject.toml
 demo: $(READY) ## Simulated 2P2D fleet, real OpenAI client traffic, a table of what went where and why.
 	$(BIN)/kvlb demo
 
-test: check e2e ## Everything that CI runs: lint, types, import contracts, tests, real processes.
+test: services check e2e ## Everything that CI runs: lint, types, import contracts, tests, real processes.
+
+services: ## Programs that tests start: Redis, Prometheus. Installs Debian packages if it may, else names them.
+	@.ci/setup-services
 
 check: lint types contracts unit ## The quick half of `test`.
 
@@ -51,6 +54,10 @@ e2e: $(READY) ## Tests that start real processes.
 
 deep: $(READY) ## Property tests with many more examples. By hand, before a release.
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "not e2e and not engine" --timeout=3600
+
+test-engine: $(READY) ## Tests against real vLLM on the CPU. Installs it (3.5 GB) unless KVLB_ENGINE_VENV names an environment with it.
+	@test -n "$$KVLB_ENGINE_VENV" || tests/real_engine/install.sh .venv-engine
+	$(BIN)/python -m pytest -m engine -rP tests/real_engine
 
 bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RESULTS.md.
 	$(BIN)/python -m benchmarks

@@ -42,8 +42,6 @@ from balancer.router import Router
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
 
-logger = structlog.get_logger(__name__)
-
 
 class Prompts(Protocol):
     """What the data plane needs of the tokens stage."""
@@ -80,6 +78,8 @@ class DataPlane:
         self._clock = clock
         self._new_id = new_id
         self._tracing = tracing or NoTracing()
+        # Bound once: a lazy logger is put together anew for every line.
+        self._log = structlog.stdlib.get_logger(__name__).bind()
         sender = LegSender(
             upstream=upstream,
             engine_key=engine_key,
@@ -115,12 +115,12 @@ class DataPlane:
             raise
         except Exception as error:  # noqa: BLE001 - the outermost: a bug costs one request
             record.error = type(error).__name__
-            _log_bug(error, record)
+            self._log.error("request_failed", **_bug_facts(error, record))
             await self._tell(BalancerError("internal error"), record, passer)
         finally:
             record.ended_s = self._clock()
             self._on_record(record)
-            _log(record)
+            self._log.info("request_done", **_facts(record))
 
     async def _answer(
         self, exchange: Exchange, record: RequestRecord, passer: AnswerPasser
@@ -235,32 +235,30 @@ async def _while_client_stays(
         raise failed
 
 
-def _log_bug(error: Exception, record: RequestRecord) -> None:
-    """Tell where it happened. Messages and locals may hold a prompt, so they stay out."""
+def _bug_facts(error: Exception, record: RequestRecord) -> dict[str, Any]:
+    """Where it happened. Messages and locals may hold a prompt, so they stay out."""
     frames = traceback.extract_tb(error.__traceback__)
-    logger.error(
-        "request_failed",
-        request_id=record.request_id,
-        error=record.error,
-        frames=[f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]],
-    )
+    return {
+        "request_id": record.request_id,
+        "error": record.error,
+        "frames": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]],
+    }
 
 
-def _log(record: RequestRecord) -> None:
-    """One line per request; no prompt, no key, no address."""
+def _facts(record: RequestRecord) -> dict[str, Any]:
+    """The request's log line: no prompt, no key, no address."""
     plan = record.plan
-    logger.info(
-        "request_done",
-        request_id=record.request_id,
-        path=record.path,
-        model=record.base_model,
-        status=record.status,
-        error=record.error,
-        stream=record.stream,
-        reason=plan.reason.value if plan else None,
-        legs=[f"{leg.kind}:{leg.alias}" for leg in record.legs],
-        prompt_tokens=record.prompt_tokens,
-        overlap_tokens=record.chosen_tokens,
-        cached_tokens=record.cached_tokens,
-        seconds=round((record.ended_s or record.arrived_s) - record.arrived_s, 4),
-    )
+    return {
+        "request_id": record.request_id,
+        "path": record.path,
+        "model": record.base_model,
+        "status": record.status,
+        "error": record.error,
+        "stream": record.stream,
+        "reason": plan.reason.value if plan else None,
+        "legs": [f"{leg.kind}:{leg.alias}" for leg in record.legs],
+        "prompt_tokens": record.prompt_tokens,
+        "overlap_tokens": record.chosen_tokens,
+        "cached_tokens": record.cached_tokens,
+        "seconds": round((record.ended_s or record.arrived_s) - record.arrived_s, 4),
+    }

@@ -1,6 +1,7 @@
 """Follows one rank's stream without an index, for whoever wants to see it: `kvlb events`.
 
-The same subscriber and the same core as the indexer's, so what is shown is what is applied.
+The same subscriber and the same core as the indexer's, so what is shown is what is applied. Only
+what it takes an index to see (orphans, contradictions) is not weighed.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import zmq.asyncio
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import EventBatch, UndecodableBatchError, decode_batch
 from indexer.core.rank_status import RankCounts
+from indexer.core.refusals import has_clear, has_lost_events
 from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.types import Trust
 from indexer.ports import Ports
@@ -49,7 +51,11 @@ class _Tap:
         except UndecodableBatchError:
             batch = None
         self._on_item(FollowedBatch(seq=effect.seq, replayed=effect.replayed, batch=batch))
-        return BatchOutcome()
+        if batch is None:
+            return BatchOutcome(has_refusals=True)
+        return BatchOutcome(
+            is_cleared=has_clear(batch.events), has_refusals=has_lost_events(batch.rejected)
+        )
 
     async def set_trust(self, trust: Trust, reason: str) -> None:
         """Seen as an effect."""

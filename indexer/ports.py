@@ -121,8 +121,6 @@ class LivePort:
                     await listener.on_connection(is_up=is_up)
             for frames in messages:
                 await self._forward(frames)
-            # Waiting for what is there already doesn't give way to anybody.
-            await asyncio.sleep(0)
 
     async def _forward(self, frames: Frames) -> None:
         only = next(iter(self._routes.values())) if len(self._routes) == 1 else None

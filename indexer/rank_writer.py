@@ -13,7 +13,6 @@ import structlog
 
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import (
-    AllBlocksCleared,
     EventBatch,
     UndecodableBatchError,
     decode_batch,
@@ -21,7 +20,7 @@ from indexer.core.events import (
 from indexer.core.index import BlockIndex, RankUpdate
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_status import RankCounts
-from indexer.core.refusals import has_lost_events, refused_reasons
+from indexer.core.refusals import has_clear, has_lost_events, refused_reasons
 from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.throttle import Throttle
 from indexer.core.types import Trust
@@ -102,7 +101,7 @@ class RankWriter:
         self._note(effect, batch)
         self._check_rank(batch)
         return BatchOutcome(
-            is_cleared=any(type(event) is AllBlocksCleared for event in batch.events),
+            is_cleared=has_clear(batch.events),
             has_refusals=self._has_refused(batch) or has_lost_events(batch.rejected),
             orphans=self._blocks.orphans,
         )

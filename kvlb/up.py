@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvlb.errors import SettingsError
-from kvlb.event_loop import run_command, stop_event
+from kvlb.event_loop import run_command, spare_startup_objects, stop_event
 from kvlb.logs import configure_logs
 from kvlb.running import RunningKvlb, run_kvlb
 from kvlb.settings import KvlbSettings, Overrides, load_settings
@@ -44,11 +44,12 @@ async def _up(overrides: Overrides, config: Path | None, simulate: str | None) -
         settings = load_settings(config, overrides, os.environ)
         if not settings.instances:
             raise SettingsError(NO_ENGINES)
-        await run_kvlb(
-            settings,
-            stop=stop,
-            on_listening=lambda running: _greet(running, settings, model, started_s),
-        )
+
+        def listening(running: RunningKvlb) -> None:
+            _greet(running, settings, model, started_s)
+            spare_startup_objects()
+
+        await run_kvlb(settings, stop=stop, on_listening=listening)
 
 
 def _greet(running: RunningKvlb, settings: KvlbSettings, model: str, started_s: float) -> None:

@@ -172,7 +172,7 @@ def decode_batch(payload: bytes) -> EventBatch:
     except msgspec.ValidationError:
         try:
             batch = _ARRAYS.decode(payload)
-        except msgspec.ValidationError:
+        except (msgspec.DecodeError, RecursionError):
             return _salvage_batch(payload)
     except (msgspec.DecodeError, RecursionError) as error:
         raise UndecodableBatchError("not_msgpack") from error

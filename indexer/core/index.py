@@ -23,6 +23,7 @@ from typing import Protocol
 
 import msgspec
 
+from indexer.core.block_rows import GroupRows, RankFacts
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
 from indexer.core.types import BlockKey, RankId, Tier, Trust
 
@@ -89,6 +90,10 @@ class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     seq: int
     """Number of the batch; what a restarted indexer resumes from."""
     changes: Sequence[Change]
+    digest: int = 0
+    """Of the batch's payload; like what follows only for a backend that keeps it."""
+    rows: Sequence[GroupRows] = ()
+    facts: RankFacts | None = None
 
 
 class Prompt:
@@ -181,5 +186,25 @@ class BlockIndex(Protocol):
     async def size(self) -> IndexSize: ...
 
 
-class StaleEpochError(Exception):
+class BlockIndexError(Exception):
+    """Base of all that a backend raises on purpose."""
+
+
+class StaleEpochError(BlockIndexError):
     """An update of an epoch that has already ended; nothing was applied."""
+
+
+class NotOwnerError(BlockIndexError):
+    """Another process writes this rank now; nothing was applied."""
+
+
+class IndexUnavailableError(BlockIndexError):
+    """The backend didn't answer, or refused. An update may have been applied all the same."""
+
+
+class IndexFullError(IndexUnavailableError):
+    """The backend has no room. Dropping entries still works."""
+
+
+class IndexLostError(BlockIndexError):
+    """The backend doesn't have what was written before: the rank has to be written anew."""

@@ -16,7 +16,7 @@ Cost: constant; a look at each event of a batch that holds another block size.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from indexer.core.events import BlockStored, Event
+from indexer.core.events import AllBlocksCleared, BlockStored, Event
 from indexer.core.index import GroupSpec
 from indexer.core.types import Tier
 
@@ -45,6 +45,11 @@ def refused_reasons(
         if reason in _ALWAYS
         or (reason == "mixed_block_size" and any(_is_mixed(each, groups) for each in events))
     ]
+
+
+def has_clear(events: Iterable[Event]) -> bool:
+    """Whether a batch says that the cache is empty."""
+    return any(type(event) is AllBlocksCleared for event in events)
 
 
 def has_lost_events(rejected: Iterable[str]) -> bool:

@@ -1,21 +1,42 @@
 """The backends that every test in this folder runs against."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from indexer.core.index import BlockIndex
 from indexer.memory_index import MemoryIndex
+from indexer.redis_index.connection import RedisConnection
+from indexer.redis_index.redis_index import RedisIndex
 
 
-@pytest.fixture(scope="session", params=[pytest.param(MemoryIndex, id="memory")])
+@pytest.fixture(
+    scope="session", params=[pytest.param("memory", id="memory"), pytest.param("redis", id="redis")]
+)
 def make_index(request: pytest.FixtureRequest) -> Callable[[], BlockIndex]:
     """A new, empty index at each call. Add a backend by adding a parameter."""
-    make: Callable[[], BlockIndex] = request.param
-    return make
+    if request.param == "memory":
+        return MemoryIndex
+    server = request.getfixturevalue("redis_server")
+    return lambda: RedisIndex(RedisConnection(server.settings()))
+
+
+@pytest.fixture(scope="session")
+def close_index() -> Callable[[BlockIndex], Awaitable[None]]:
+    """Give back what an index holds open."""
+
+    async def close(index: BlockIndex) -> None:
+        if isinstance(index, RedisIndex):
+            await index.aclose()
+
+    return close
 
 
 @pytest.fixture
-def index(make_index: Callable[[], BlockIndex]) -> BlockIndex:
+async def index(
+    make_index: Callable[[], BlockIndex], close_index: Callable[[BlockIndex], Awaitable[None]]
+) -> AsyncIterator[BlockIndex]:
     """An empty index."""
-    return make_index()
+    index = make_index()
+    yield index
+    await close_index(index)

@@ -1,7 +1,7 @@
 """What every index backend answers: the contract of `indexer.core.index`, test by test."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +25,8 @@ from indexer.core.index import (
 )
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.types import BlockKey, EngineHash, InstanceId, RankId, Tier, Trust
+
+CloseIndex = Callable[[BlockIndex], Awaitable[None]]
 
 SIZE = 4
 E0, E1, E2 = (RankId(InstanceId(f"http://engine-{each}:8000"), 0) for each in range(3))
@@ -516,7 +518,10 @@ depths = st.lists(st.integers(0, 10), min_size=1, max_size=6)
 
 @given(depths, st.randoms(use_true_random=False))
 async def test_order_of_ranks_changes_nothing(
-    make_index: Callable[[], BlockIndex], depths: list[int], draw: random.Random
+    make_index: Callable[[], BlockIndex],
+    close_index: CloseIndex,
+    depths: list[int],
+    draw: random.Random,
 ) -> None:
     """Whoever is applied first, the answer is the same."""
     ranks = [(RankId(InstanceId("http://engine:8000"), at), at) for at in range(len(depths))]
@@ -526,6 +531,7 @@ async def test_order_of_ranks_changes_nothing(
         for rank, at in ranks:
             await index.apply(update(rank, FULL, held(KEYS[: depths[at]])))
         answers.append(await index.match(prompt()))
+        await close_index(index)
         draw.shuffle(ranks)
 
     assert answers[0] == answers[1]
@@ -533,7 +539,7 @@ async def test_order_of_ranks_changes_nothing(
 
 @given(st.lists(st.integers(0, 10), min_size=1, max_size=8))
 async def test_last_depth_counts_whatever_came_before(
-    make_index: Callable[[], BlockIndex], depths: list[int]
+    make_index: Callable[[], BlockIndex], close_index: CloseIndex, depths: list[int]
 ) -> None:
     """Growing and shrinking along a chain leaves no trace."""
     index = make_index()
@@ -544,5 +550,6 @@ async def test_last_depth_counts_whatever_came_before(
         await index.apply(update(E0, change))
         before = depth
 
-    assert await overlap(index) == {E0: depths[-1] * SIZE}
-    assert (await index.size()).entries == depths[-1]
+    answers = await overlap(index), (await index.size()).entries
+    await close_index(index)
+    assert answers == ({E0: depths[-1] * SIZE}, depths[-1])

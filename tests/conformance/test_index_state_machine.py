@@ -8,7 +8,7 @@ window group too. A block's engine hash is a hash of the tuple of names of its p
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import product
 
 import pytest
@@ -54,6 +54,10 @@ PROMPTS = {
     (model, leaf): Prompt(Namespace(model=model), [*tokens_of(leaf), 0])
     for model, leaf in product(("tiny", "big"), LEAVES)
 }
+
+
+async def _await(awaited: Awaitable[None]) -> None:
+    await awaited
 
 
 class Life:
@@ -118,6 +122,7 @@ class Fleet(RuleBasedStateMachine):
     """Engines publish, restart and leave; after each step every prompt is asked."""
 
     make_index: Callable[[], BlockIndex]
+    close_index: Callable[[BlockIndex], Awaitable[None]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +132,7 @@ class Fleet(RuleBasedStateMachine):
         self.trust: dict[RankId, Trust] = {}
 
     def teardown(self) -> None:
+        self.runner.run(_await(self.close_index(self.index)))
         self.runner.close()
 
     @rule(at=ranks, steps=steps)
@@ -265,11 +271,14 @@ class Fleet(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(3600)
-def test_fleet_answers_as_the_model_does(make_index: Callable[[], BlockIndex]) -> None:
+def test_fleet_answers_as_the_model_does(
+    make_index: Callable[[], BlockIndex], close_index: Callable[[BlockIndex], Awaitable[None]]
+) -> None:
     """Whatever engines say and in whatever order, every prompt's overlap is the model's."""
 
     class FleetOfBackend(Fleet):
         pass
 
     FleetOfBackend.make_index = staticmethod(make_index)
+    FleetOfBackend.close_index = staticmethod(close_index)
     run_state_machine_as_test(FleetOfBackend, settings=settings(stateful_step_count=40))

@@ -278,6 +278,11 @@ def test_arrays_and_maps_may_mix_in_one_batch() -> None:
         pytest.param(b"\xc1", "not_msgpack", id="never-used-byte"),
         pytest.param(bytes.fromhex(MAP_024)[:-9], "not_msgpack", id="truncated"),
         pytest.param(b"\x91" * 5000, "not_msgpack", id="too-deep"),
+        pytest.param(
+            b"\x92\xcb" + bytes(8) + b"\x92\x91\xb0AllBlocksCleared\xc1",
+            "not_msgpack",
+            id="damaged-behind-an-array-event",
+        ),
         pytest.param(msgspec.msgpack.encode({"a": 1}), "not_a_batch", id="map"),
         pytest.param(msgspec.msgpack.encode([1.5]), "not_a_batch", id="no-events"),
         pytest.param(msgspec.msgpack.encode([1.5, 3]), "not_a_batch", id="events-not-a-list"),

@@ -1,13 +1,15 @@
 """Which of the things that were set aside cost a rank its exactness."""
 
+import re
 from typing import Any
 
 import pytest
 
+from indexer.core import rank_blocks
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from indexer.core.index import GroupKind, GroupSpec
 from indexer.core.rank_blocks import RankBlocks
-from indexer.core.refusals import has_lost_events, refused_reasons
+from indexer.core.refusals import has_clear, has_lost_events, refused_reasons
 from indexer.core.types import EngineHash, InstanceId, RankId, Tier
 
 SIZE = 4
@@ -82,12 +84,34 @@ def test_normal_operation_costs_nothing(event: Event) -> None:
     assert refusals(event) == []
 
 
+def test_every_reason_of_the_rank_is_weighed() -> None:
+    """A new reason has to be put on one side or the other."""
+    told = re.findall(r"`(\w+)`", (rank_blocks.__doc__ or "").partition("by reason.")[2])
+    event = stored(7, block_size=8)
+    spec = GroupSpec(group=0, kind=GroupKind.FULL, block_size=SIZE)
+
+    refused = set(refused_reasons(told, [event], {0: spec}))
+
+    assert set(told) - refused == {
+        "unsupported_group",
+        "orphan_parked",
+        "unknown_placeholder",
+        "unknown_removal",
+    }
+
+
 def test_block_size_of_a_group_that_is_not_followed_is_no_contradiction() -> None:
     """It is judged by the batch's own events only."""
     spec = GroupSpec(group=0, kind=GroupKind.FULL, block_size=SIZE)
     other = stored(7, group=5, block_size=8)
 
     assert refused_reasons(["mixed_block_size"], [stored(2), other], {0: spec}) == []
+
+
+def test_clear_anywhere_in_a_batch_is_seen() -> None:
+    """Whatever else it says."""
+    assert has_clear([stored(1), AllBlocksCleared()])
+    assert not has_clear([stored(1)])
 
 
 def test_only_a_new_kind_of_event_can_be_ignored_with_impunity() -> None:

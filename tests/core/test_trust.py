@@ -1,5 +1,8 @@
 """What lowers trust in a rank, what stands before what, and the ways back."""
 
+from collections.abc import Callable
+from functools import partial
+
 from indexer.core.stream_effects import TrustChanged
 from indexer.core.trust import RankTrust
 from indexer.core.types import Trust
@@ -92,12 +95,16 @@ def test_unknown_life_is_reported() -> None:
 def test_replay_helps_against_losses_and_new_orphans_only() -> None:
     """A refused event would be refused again; orphans that outlive a rebuild are the engine's."""
     trust = whole()
-    assert not trust.is_healed_by_replay
-    trust.on_refused(at=1)
-    assert not trust.is_healed_by_replay
-    trust.on_orphans(1)
-    assert trust.is_healed_by_replay
-    trust.on_whole("replayed", by_rebuild=True)
-    assert not trust.is_healed_by_replay
-    trust.on_loss("gap_lost", at=5)
-    assert trust.is_healed_by_replay
+    steps: list[Callable[[], object]] = [
+        lambda: None,
+        partial(trust.on_refused, at=1),
+        partial(trust.on_orphans, 1),
+        partial(trust.on_whole, "replayed", by_rebuild=True),
+        partial(trust.on_loss, "gap_lost", at=5),
+    ]
+    helps = []
+    for step in steps:
+        step()
+        helps.append(trust.is_healed_by_replay)
+
+    assert helps == [False, False, True, False, True]

@@ -221,6 +221,14 @@ async def test_engine_that_is_down_is_unreachable(unused_url: str) -> None:
         await find(InstanceSource(url=unused_url))
 
 
+def test_address_has_one_spelling() -> None:
+    """The balancer's, so that both mean the same rank."""
+    assert InstanceSource(url="HTTP://Engine/").instance == "http://engine:80"
+
+    with pytest.raises(ValueError, match="no scheme"):
+        InstanceSource(url="engine:8000")
+
+
 async def test_configured_streams_need_no_answer(unused_url: str) -> None:
     """The event socket may be up before the HTTP server is."""
     found = await find(InstanceSource(url=unused_url, events="tcp://*:5557", model="tiny"))

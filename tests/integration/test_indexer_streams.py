@@ -13,7 +13,13 @@ from indexer.config import IndexerConfig as Config
 from indexer.config import InstanceSource, RankSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, IndexSize, Prompt, RankUpdate
-from indexer.core.stream_effects import GapOpened, GapRepaired, ReplayEnded, RequestReplay
+from indexer.core.stream_effects import (
+    GapOpened,
+    GapRepaired,
+    ReplayEnded,
+    RequestReplay,
+    TrustChanged,
+)
 from indexer.core.types import InstanceId, RankId, Trust
 from indexer.follower import FollowedBatch, FollowedItem, follow
 from indexer.memory_index import MemoryIndex
@@ -446,6 +452,7 @@ async def test_follow_shows_batches_and_the_repair_of_a_gap(publishing: Any) -> 
     assert [each.seq for each in batches] == [0, 1, 2, 3]
     assert [each.batch is None for each in batches] == [False, False, True, False]
     assert GapOpened(1, 2) in shown
+    assert TrustChanged(Trust.DEGRADED, "events_refused") in shown
     assert any(isinstance(item, RequestReplay) and item.from_seq == 1 for item in shown)
 
 
@@ -461,7 +468,12 @@ def frames_of(capture: str, publisher: str) -> Iterator[tuple[int, bytes, bytes]
 
 @pytest.mark.parametrize(
     ("capture", "publisher", "has_topic_frame"),
-    [("a-bs32-sha256", "w0", True), ("f-v016-bs16-sha256", "w0", False), ("m2", "w1", True)],
+    [
+        ("a-bs32-sha256", "w0", True),
+        ("f-v016-bs16-sha256", "w0", False),
+        ("i-hybrid-swa", "w0", True),
+        ("m2", "w1", True),
+    ],
 )
 async def test_captured_streams_are_applied_whole(
     publishing: Any, indexing: Any, capture: str, publisher: str, has_topic_frame: bool

@@ -77,8 +77,8 @@ async def test_orphans_ask_for_the_beginning_without_waiting_for_the_next_turn(
         async with indexing(source(engine), **settings) as (service, index):
             await engine.subscribed()
             engine.publish(removed(99))
-            # Twice to join, once to rebuild.
-            await service.until(R0, lambda now: now.counts.replays["silent"] == 3)
+            # Twice to join, twice to rebuild.
+            await service.until(R0, lambda now: now.counts.replays["silent"] == 4)
 
             engine.is_mute = False
             engine.publish(stored(2, parent=1, first=1))
@@ -91,14 +91,18 @@ async def test_orphans_that_replay_cannot_help_are_asked_about_once(
     publishing: Any, indexing: Any
 ) -> None:
     """The engine never named the parent. When they go, or it shows after all, all is well."""
-    async with publishing() as engine, indexing(source(engine)) as (service, index):
+    async with (
+        publishing() as engine,
+        indexing(source(engine), rebuild_interval_s=0.001) as (service, index),
+    ):
         await engine.subscribed()
         await service.until(R0, lambda now: now.trust is Trust.EXACT)
         engine.publish(stored(2, parent=1, first=1))
         await service.until(R0, lambda now: now.epoch_reason == "rebuilt" and not now.is_replaying)
         for number in range(20):
             engine.publish(stored(50 + number, parent=1000 + number, first=50))
-            status = await service.caught_up(R0, 1 + number)
+            await service.caught_up(R0, 1 + number)
+        status = service.rank_status(R0)
         assert (status.trust, status.trust_reason) == (Trust.DEGRADED, "orphans")
         assert engine.asked == [0, 0]
 
@@ -137,8 +141,17 @@ async def test_refused_event_is_visible_until_a_clear(
 
 async def test_what_engines_do_all_day_keeps_the_rank_exact(publishing: Any, indexing: Any) -> None:
     """Offloading, hybrid models, kinds of events to come."""
-    placeholder = {"parent_block_hash": None, "token_ids": [], "block_size": 0, "medium": "CPU"}
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "token_ids": [*range(16)]}
+    placeholder: dict[str, Any] = {
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 0,
+        "medium": "CPU",
+    }
+    window: dict[str, Any] = {
+        "group_idx": 1,
+        "kv_cache_spec_kind": "sliding_window",
+        "token_ids": [*range(16)],
+    }
     async with publishing() as engine, indexing(source(engine)) as (service, index):
         await engine.subscribed()
         await service.until(R0, lambda now: now.trust is Trust.EXACT)

@@ -192,6 +192,12 @@ async def test_endpoint_that_is_none_is_refused(asked: EventsOptions) -> None:
         await find_streams(asked)
 
 
+async def test_address_with_a_path_is_refused() -> None:
+    """An instance is scheme, host and port."""
+    with pytest.raises(SettingsError, match="only scheme, host and port"):
+        await find_streams(options("http://127.0.0.1:1/v1"))
+
+
 def test_history_needs_a_replay_socket() -> None:
     """--from without one can't be answered."""
     with pytest.raises(SettingsError, match="--from needs a replay socket"):

@@ -28,45 +28,11 @@ ROOT = HERE.parent.parent
 START_S = 240
 """Two engines start in half a minute on two idle cores; a busy machine takes long."""
 END_OF_REPLAY = b"\xff" * 8
-WORDS = [
-    "train",
-    "module",
-    "state",
-    "paris",
-    "winter",
-    "mountain",
-    "question",
-    "stream",
-    "request",
-    "number",
-    "client",
-    "madrid",
-    "value",
-    "error",
-    "table",
-    "server",
-    "column",
-    "item",
-    "stored",
-    "index",
-    "lima",
-    "import",
-    "layer",
-    "tokyo",
-    "prefix",
-    "garden",
-    "cache",
-    "doctor",
-    "token",
-    "engine",
-    "session",
-    "music",
-    "report",
-    "ticket",
-    "user",
-    "file",
-    "hidden",
-]
+WORDS = (  # noqa: SIM905 - a list literal would take forty lines
+    "train module state paris winter mountain question stream request number client madrid value "
+    "error table server column item stored index lima import layer tokyo prefix garden cache "
+    "doctor token engine session music report ticket user file hidden"
+).split()
 
 
 @pytest.fixture(scope="session")
@@ -132,18 +98,26 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
 
+@pytest.fixture(scope="session")
+def http() -> Iterator[httpx.Client]:
+    """One client: making one costs more than a request. Engines drop connections idle for 5 s."""
+    limits = httpx.Limits(keepalive_expiry=2)
+    with httpx.Client(trust_env=False, timeout=120, limits=limits) as client:
+        yield client
+
+
 @dataclass(slots=True, kw_only=True)
 class Engine:
     """One real vLLM."""
 
-    name: str
+    http: httpx.Client
     url: str
     replay: str
     process: Process
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
+            return self.http.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -154,20 +128,25 @@ class Engine:
 
     def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion straight from the engine."""
-        path = "/v1/chat/completions"
-        answer = httpx.post(f"{self.url}{path}", json=body, timeout=120, trust_env=False)
+        answer = self.http.post(f"{self.url}/v1/chat/completions", json=body)
         answer.raise_for_status()
         read: dict[str, Any] = answer.json()
         return read
 
+    def prompt_tokens(self, body: Mapping[str, Any]) -> int:
+        """How long the engine takes a chat's prompt to be."""
+        asked = {"model": body["model"], "messages": body["messages"]}
+        answer = self.http.post(f"{self.url}/tokenize", json=asked)
+        return int(answer.json()["count"])
+
     def reset_cache(self) -> None:
         """Forget all blocks, and take a step so that the event for it goes out."""
-        httpx.post(f"{self.url}/reset_prefix_cache", timeout=30, trust_env=False).raise_for_status()
+        self.http.post(f"{self.url}/reset_prefix_cache").raise_for_status()
         self.ask({"model": "tiny", "messages": [{"role": "user", "content": "."}], "max_tokens": 1})
 
     def metric(self, name: str) -> float:
         """A counter of the engine's own."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
+        text = self.http.get(f"{self.url}/metrics").text
         lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -189,12 +168,13 @@ class Engine:
 class Kvlb:
     """A running `kvlb up` and the engines behind it."""
 
+    http: httpx.Client
     url: str
     process: Process
     engines: Mapping[str, Engine]
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=30, trust_env=False)
+        return self.http.get(f"{self.url}{path}")
 
     def is_warm(self) -> bool:
         """Every instance can be asked and every event stream is complete."""
@@ -228,8 +208,7 @@ class Kvlb:
         until(lambda: self.applied_seq(name) >= published, 10, f"{name}'s batch {published}")
 
     def ask(self, body: Mapping[str, Any]) -> httpx.Response:
-        path = "/v1/chat/completions"
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120, trust_env=False)
+        return self.http.post(f"{self.url}/v1/chat/completions", json=body)
 
 
 def until(holds: Callable[[], bool], deadline_s: float, what: str) -> None:
@@ -260,7 +239,10 @@ StartEngines = Callable[..., AbstractContextManager[dict[str, Engine]]]
 
 @pytest.fixture(scope="session")
 def start_engines(
-    engine_venv: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
+    engine_venv: Path,
+    model: Path,
+    http: httpx.Client,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> StartEngines:
     """Starts real engines of the given names, all with the same further flags."""
     logs = tmp_path_factory.mktemp("engines")
@@ -270,7 +252,7 @@ def start_engines(
         ports = free_ports(3)
         serve = [str(HERE / "serve.sh"), *map(str, ports), str(core), *flags]
         return Engine(
-            name=name,
+            http=http,
             url=f"http://127.0.0.1:{ports[0]}",
             replay=f"tcp://127.0.0.1:{ports[2]}",
             process=Process(command=serve, log=logs / f"{name}.log", env=env),
@@ -307,7 +289,7 @@ StartKvlb = Callable[..., AbstractContextManager[Kvlb]]
 
 
 @pytest.fixture
-def start_kvlb(tmp_path: Path) -> StartKvlb:
+def start_kvlb(http: httpx.Client, tmp_path: Path) -> StartKvlb:
     """Starts `kvlb up` in front of engines; `settings` are further keys of its file."""
 
     @contextmanager
@@ -326,7 +308,8 @@ def start_kvlb(tmp_path: Path) -> StartKvlb:
         config.write_text(yaml.safe_dump({"instances": described, **(settings or {})}))
         up = [sys.executable, "-m", "kvlb", "up", "--config", str(config), "--port", str(port)]
         process = Process(command=[*up, *arguments], log=tmp_path / f"kvlb-{port}.log")
-        kvlb = Kvlb(url=f"http://127.0.0.1:{port}", process=process, engines=engines)
+        url = f"http://127.0.0.1:{port}"
+        kvlb = Kvlb(http=http, url=url, process=process, engines=engines)
         with ExitStack() as stack:
             stack.callback(process.end, signal.SIGTERM)
             process.start()
@@ -383,6 +366,10 @@ class Conversations:
             {"role": "assistant", "content": text},
             self._user(self.next_words if next_words is None else next_words),
         ]
+
+    def lengthen(self, number: int) -> None:
+        """Add a word to the last question."""
+        self._messages[number][-1]["content"] += f" {self._chance.choice(WORDS)}"
 
     def order(self, turns: int) -> list[int]:
         """Every conversation's turns, shuffled."""

@@ -114,10 +114,7 @@ def test_texts_are_those_of_one_engine_asked_directly(
 def kill_while_it_streams(kvlb: Any, body: dict[str, Any], engines: dict[str, Any]) -> str:
     """Kill the engine that is answering a stream and let it start again; return its name."""
     url = f"{kvlb.url}/v1/chat/completions"
-    with (
-        httpx.Client(timeout=120, trust_env=False) as client,
-        client.stream("POST", url, json={**body, **LONG}) as answer,
-    ):
+    with kvlb.http.stream("POST", url, json={**body, **LONG}) as answer:
         lines = answer.iter_lines()
         next(lines)
         victim = str(answer.headers["x-kvlb-instance"])

@@ -1,0 +1,50 @@
+"""What a restarted indexer needs of each block, beside the keys that lookups read.
+
+Rules:
+
+1. One row per (group, engine hash) that is held, or remembered for its descendants (no copies).
+2. A row names its parent by own key. `is_first` says that the parent is a root, so that a row
+   whose parent's row is missing is never taken for the beginning of a prompt.
+3. Rows change with the batch that changes them: the newest state of each, told once.
+
+Cost: 2 µs per row; nothing where no backend keeps them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from indexer.core.types import BlockKey, EngineHash
+
+
+class BlockRow(NamedTuple):
+    """One engine hash of one group."""
+
+    engine_hash: EngineHash
+    key: BlockKey | None
+    """None: a window block that nothing has named yet."""
+    parent: BlockKey | None
+    """None in window and state groups, which need none."""
+    is_first: bool
+    copies: tuple[int, int, int]
+    """Per tier, fastest first."""
+
+
+class GroupRows(msgspec.Struct, frozen=True, gc=False):
+    """How rows of one group change."""
+
+    group: int
+    written: Sequence[BlockRow]
+    gone: Sequence[EngineHash]
+
+
+class RankFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What else of a rank outlives its process."""
+
+    masked: tuple[int, ...] = ()
+    """Groups without a kind that left blocks out before they were followed."""
+    sized_by_gpu: tuple[int, ...] = ()
+    """Groups whose block size a GPU event has told."""
+    orphans: int = 0
+    """Blocks that wait for their parent: they are not kept."""

@@ -1,0 +1,132 @@
+"""What one lookup asks: keys and program of the match script, worked out once per generation. Pure.
+
+Cost of a build: 10 µs per rank. It is done anew only when a rank opened an epoch, left, changed its
+trust, or got a group or tier: not for blocks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import msgspec
+
+from indexer.core.block_tree import TIERS
+from indexer.core.index import GroupKind, PrefixMatch, Prompt
+from indexer.core.types import RankId
+from indexer.redis_index.keys import ModelKeys, RankKeys
+from indexer.redis_index.packing import (
+    GroupEntry,
+    RankEntry,
+    decode_entry,
+    pack_numbers,
+    tiers_in,
+    unpack_tokens,
+)
+
+_ABSENT = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Ranks of one model as of one generation."""
+
+    generation: bytes
+    entries: tuple[RankEntry, ...]
+    keys: tuple[str, ...]
+    epochs: bytes
+    program: bytes
+    block_sizes: tuple[int, ...]
+    first_sizes: tuple[int | None, ...]
+    """Of each rank: block size of its first full group."""
+
+    def arguments(self, prompt: Prompt, max_blocks: int) -> list[bytes]:
+        """ARGV of the match script."""
+        blobs = [
+            pack_numbers(prompt.keys(size)[: min(prompt.hit_limit_blocks(size), max_blocks)])
+            for size in self.block_sizes
+        ]
+        return [self.generation, self.epochs, self.program, *blobs]
+
+    def matches(self, answer: bytes) -> dict[RankId, PrefixMatch]:
+        tokens = unpack_tokens(answer)
+        return {
+            entry.id: PrefixMatch(
+                tokens_by_tier={
+                    tier: count
+                    for tier, count in zip(TIERS, tokens[3 * at : 3 * at + 3], strict=True)
+                    if count
+                },
+                block_size=self.first_sizes[at],
+                trust=entry.trust,
+                epoch=entry.epoch,
+            )
+            for at, entry in enumerate(self.entries)
+            if tokens[3 * at] != _ABSENT
+        }
+
+
+def build_layout(
+    keys: ModelKeys, generation: bytes, table: Mapping[bytes, bytes] | Sequence[bytes]
+) -> Layout:
+    """From the table of ranks. Entries that can't be read are another version's: left out."""
+    entries = []
+    for value in _values(table):
+        try:
+            entries.append(decode_entry(value))
+        except msgspec.DecodeError:
+            continue
+    plan = _Plan(keys, entries)
+    return Layout(
+        generation=generation,
+        entries=tuple(entries),
+        keys=tuple(plan.keys),
+        epochs=msgspec.msgpack.encode([str(entry.epoch) for entry in entries]),
+        program=msgspec.msgpack.encode(plan.program),
+        block_sizes=tuple(plan.sizes),
+        first_sizes=tuple(_first_size(entry) for entry in entries),
+    )
+
+
+def _values(table: Mapping[bytes, bytes] | Sequence[bytes]) -> Sequence[bytes]:
+    """RESP3 tells a hash as a map, RESP2 as fields and values in turn; a script always as the latter."""
+    return list(table.values()) if isinstance(table, Mapping) else table[1::2]
+
+
+def _first_size(entry: RankEntry) -> int | None:
+    sizes = (group.block_size for group in entry.groups if group.kind is GroupKind.FULL)
+    return next(sizes, None)
+
+
+class _Plan:
+    """Keys and program, as they grow rank by rank."""
+
+    def __init__(self, keys: ModelKeys, entries: Sequence[RankEntry]) -> None:
+        ranks = [keys.rank(entry.id) for entry in entries]
+        self.keys = [keys.generation, keys.ranks, *(rank.life for rank in ranks)]
+        self.program: list[int] = []
+        self.sizes: list[int] = []
+        for rank, entry in zip(ranks, entries, strict=True):
+            self._add_rank(rank, entry)
+
+    def _add_rank(self, rank: RankKeys, entry: RankEntry) -> None:
+        self.program.append(lcm(*(group.block_size for group in entry.groups)))
+        fulls = [group for group in entry.groups if group.kind is GroupKind.FULL]
+        others = [group for group in entry.groups if group.kind is not GroupKind.FULL]
+        for groups in (fulls, others):
+            self.program.append(len(groups))
+            for group in groups:
+                self._add_group(rank, entry.epoch, group)
+
+    def _add_group(self, rank: RankKeys, epoch: int, group: GroupEntry) -> None:
+        if group.block_size not in self.sizes:
+            self.sizes.append(group.block_size)
+        tiers = tiers_in(group.tiers)
+        self.program += (
+            self.sizes.index(group.block_size) + 1,
+            group.block_size,
+            group.spec.boundary_blocks,
+            len(tiers),
+        )
+        for number, _ in tiers:
+            self.keys.append(rank.blocks(epoch, group.group, group.block_size, number))
+            self.program += (number + 1, len(self.keys))

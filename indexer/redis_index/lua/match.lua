@@ -1,0 +1,169 @@
+-- How much of a prompt each rank holds, for all ranks of a model in one call. Reads only.
+-- KEYS: 1 generation, 2 ranks, 3.. lives of the ranks (as many as there are epochs), then sets
+-- ARGV: 1 generation the caller knows, 2 epochs of the ranks, 3 program, 4.. block keys of the
+--       prompt, eight bytes each, once per block size
+-- Answers three numbers per rank, tokens by tier, 2^32-1 for a rank that isn't there any more; or,
+-- to a caller who knows another generation, the present one and the table.
+local epochs = cmsgpack.unpack(ARGV[2])
+local ABSENT = 4294967295
+
+local function is_known()
+  if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return false end
+  for at, epoch in ipairs(epochs) do
+    local life = redis.call('GET', KEYS[2 + at])
+    if life and life ~= epoch then return false end
+    if not life then epochs[at] = false end
+  end
+  return true
+end
+
+if not is_known() then
+  return {redis.call('GET', KEYS[1]) or '', redis.call('HGETALL', KEYS[2])}
+end
+
+local program, at = cmsgpack.unpack(ARGV[3]), 0
+local function take()
+  at = at + 1
+  return program[at]
+end
+
+-- One group of one rank: block size, blocks needed at the boundary, and its sets, fastest first.
+local function take_group()
+  local group = {tiers = {}, sets = {}}
+  group.blocks = ARGV[3 + take()]
+  group.size = take()
+  group.needed = take()
+  for each = 1, take() do
+    group.tiers[each] = take()
+    group.sets[each] = KEYS[take()]
+  end
+  return group
+end
+
+local function leave_out_empty_sets(group)
+  if #group.sets < 2 then return end
+  local tiers, sets = {}, {}
+  for each, set in ipairs(group.sets) do
+    if redis.call('EXISTS', set) == 1 then
+      tiers[#tiers + 1], sets[#sets + 1] = group.tiers[each], set
+    end
+  end
+  group.tiers, group.sets = tiers, sets
+end
+
+local function block(group, number)
+  return string.sub(group.blocks, 8 * number + 1, 8 * number + 8)
+end
+
+local function is_held(group, number)
+  local key = block(group, number)
+  for _, set in ipairs(group.sets) do
+    if redis.call('SISMEMBER', set, key) == 1 then return true end
+  end
+  return false
+end
+
+-- By bisection: held means reachable. Most ranks don't hold the first block.
+local function depth(group)
+  local low, high = 0, #group.blocks / 8
+  if #group.sets == 0 or high == 0 or not is_held(group, 0) then return 0 end
+  low = 1
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if is_held(group, middle) then low = middle + 1 else high = middle end
+  end
+  return low
+end
+
+-- Largest end before which a window or state group has the blocks it needs.
+local function boundary(group, end_tokens, step_tokens)
+  local step, stop = step_tokens / group.size, end_tokens / group.size
+  local number = stop
+  while number > 0 and stop - number < group.needed do
+    number = number - 1
+    if not is_held(group, number) then
+      number = number - number % step
+      stop = number
+    end
+  end
+  return stop * group.size
+end
+
+-- Where all groups of a hybrid model let a hit end.
+local function agreed_tokens(fulls, others, step)
+  local stop
+  for _, full in ipairs(fulls) do
+    local tokens = depth(full) * full.size
+    if not stop or tokens < stop then stop = tokens end
+  end
+  stop = stop - stop % step
+  local is_agreed
+  repeat
+    is_agreed = true
+    for _, other in ipairs(others) do
+      local allowed = boundary(other, stop, step)
+      if allowed < stop then stop, is_agreed = allowed, false end
+    end
+  until is_agreed
+  return stop
+end
+
+local AT_ONCE = 4000
+
+-- Which of these blocks the set doesn't hold.
+local function slower_than(set, keys)
+  local slower = {}
+  for from = 1, #keys, AT_ONCE do
+    local to = math.min(from + AT_ONCE - 1, #keys)
+    local answers = redis.call('SMISMEMBER', set, unpack(keys, from, to))
+    for each, answer in ipairs(answers) do
+      if answer == 0 then slower[#slower + 1] = keys[from + each - 1] end
+    end
+  end
+  return slower
+end
+
+-- Each of the first blocks, all held, counts at its fastest tier.
+local function by_tier(full, blocks)
+  local counts = {0, 0, 0}
+  if blocks == 0 then return counts end
+  local last = #full.sets
+  if last == 1 then
+    counts[full.tiers[1]] = blocks
+    return counts
+  end
+  local rest = {}
+  for number = 0, blocks - 1 do rest[number + 1] = block(full, number) end
+  for each = 1, last - 1 do
+    local slower = slower_than(full.sets[each], rest)
+    counts[full.tiers[each]] = #rest - #slower
+    rest = slower
+  end
+  counts[full.tiers[last]] = #rest
+  return counts
+end
+
+local answers = {}
+for rank, epoch in ipairs(epochs) do
+  local step, fulls, others = take(), {}, {}
+  for each = 1, take() do fulls[each] = take_group() end
+  for each = 1, take() do others[each] = take_group() end
+  local counts = {ABSENT, ABSENT, ABSENT}
+  if epoch then
+    counts = {0, 0, 0}
+    local first = fulls[1]
+    if first then
+      for _, each in ipairs(fulls) do leave_out_empty_sets(each) end
+      local blocks
+      if #fulls == 1 and #others == 0 then
+        blocks = depth(first)
+      else
+        blocks = agreed_tokens(fulls, others, step) / first.size
+      end
+      counts = by_tier(first, blocks)
+      for tier = 1, 3 do counts[tier] = counts[tier] * first.size end
+    end
+  end
+  answers[rank] = struct.pack('<I4I4I4', counts[1], counts[2], counts[3])
+end
+return table.concat(answers)

@@ -1,0 +1,378 @@
+"""Writes ranks to Redis: the indexer's side. Each update is one script, applied as a whole.
+
+Rules:
+
+1. A rank is claimed before its first write; the token makes this process its owner.
+2. The script compares owner, epoch and the last batch with what Redis has. Anything but what this
+   process wrote last means that Redis lost something or applied a write we took for failed: the
+   rank is not whole, and only `rewrite`, a new epoch or `retire` goes on with it.
+3. While a rank is rewritten it has no life, so no reader sees half of it.
+
+Not handled: one rank written by two tasks at once. Its keeper sees to that.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from struct import error as StructError  # noqa: N812 - it is a class
+from typing import Any
+
+import msgspec
+
+from indexer.core.block_rows import RankFacts
+from indexer.core.index import (
+    IndexLostError,
+    IndexSize,
+    NotOwnerError,
+    RankUpdate,
+    StaleEpochError,
+)
+from indexer.core.journal import RankRecord
+from indexer.core.types import RankId, Trust
+from indexer.redis_index.connection import Part, RedisConnection, Script, load_script
+from indexer.redis_index.keys import RankKeys, model_keys
+from indexer.redis_index.packing import (
+    ROW_BYTES,
+    RankEntry,
+    decode_entry,
+    encode_entry,
+    tiers_in,
+    unpack_row,
+)
+from indexer.redis_index.program import Groups, Program, keys_of_group
+
+_NO_FACTS = RankFacts()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Home:
+    """What this process knows of a rank's place in Redis."""
+
+    model: str
+    keys: RankKeys
+    owner: bytes
+    epoch: int
+    """0: no epoch was ever opened."""
+    seq: bytes
+    """Batch that Redis should have last; other words while the rank is rewritten."""
+    trust: Trust
+    groups: Groups = field(default_factory=dict)
+    is_whole: bool = True
+    record: Sequence[bytes | None] = ()
+    """Digest and facts, as found when it was claimed."""
+
+    def data_keys(self) -> list[str]:
+        """Every key the present epoch can have, beside life and state."""
+        return [
+            key
+            for entry in self.groups.values()
+            for key in keys_of_group(self.keys, self.epoch, entry)
+        ]
+
+    def set_keys(self) -> list[str]:
+        """Keys of the sets that have ever had a block."""
+        return [
+            self.keys.blocks(self.epoch, entry.group, entry.block_size, tier)
+            for entry in self.groups.values()
+            for tier, _ in tiers_in(entry.tiers)
+        ]
+
+
+class RedisIndexWriter:
+    """The write side of a `BlockIndex`, and a `RankJournal`."""
+
+    def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._homes: dict[RankId, _Home] = {}
+        self._trust: dict[RankId, Trust] = {}
+        self._taken: dict[RankId, bytes] = {}
+        """Ranks that another process took, with the token under which we had them."""
+        self._swept_s: dict[str, float] = {}
+        self._lease_ms = round(connection.settings.lease_s * 1000)
+        self._apply = load_script("apply", writes=True)
+        self._claim = load_script("claim", writes=True)
+        self._renew = load_script("renew", writes=True)
+        self._retire = load_script("retire", writes=True)
+        self._sweep = load_script("sweep", writes=True)
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self._connection.settings.heartbeat_s
+
+    # BlockIndex.
+
+    async def apply(self, update: RankUpdate) -> None:
+        home = self._homes.get(update.rank)
+        if home is not None and update.epoch < home.epoch:
+            raise StaleEpochError(f"epoch {update.epoch} ended; {home.epoch} is current")
+        home = await self._home(update.rank, update.model)
+        if update.epoch > home.epoch:
+            program = Program(home.keys, update.epoch, {})
+            program.unlink(home.epoch, home.groups)
+            program.add(update.changes, update.rows)
+            await self._write(update.rank, home, "open", update, program)
+            return
+        if not home.is_whole:
+            raise IndexLostError("something was lost; the rank has to be written anew")
+        program = Program(home.keys, update.epoch, home.groups)
+        program.add(update.changes, update.rows)
+        await self._write(update.rank, home, "next", update, program)
+
+    async def set_trust(self, rank: RankId, trust: Trust) -> None:
+        self._trust[rank] = trust
+        home = self._homes.get(rank)
+        if home is None or not home.epoch or not home.is_whole or home.trust is trust:
+            return
+        nothing = RankUpdate(
+            rank=rank, model=home.model, epoch=home.epoch, seq=int(home.seq), changes=()
+        )
+        home.trust = trust
+        program = Program(home.keys, home.epoch, home.groups)
+        await self._write(rank, home, "trust", nothing, program)
+
+    async def retire(self, rank: RankId) -> None:
+        self._trust.pop(rank, None)
+        self._taken.pop(rank, None)
+        home = self._homes.pop(rank, None)
+        if home is not None:
+            await self._remove(home, keep_state=False)
+
+    async def size(self) -> IndexSize:
+        by_rank = {
+            rank: sum([await self._connection.cardinality(key) for key in home.set_keys()])
+            for rank, home in tuple(self._homes.items())
+            if home.epoch
+        }
+        return IndexSize(entries=sum(by_rank.values()), entries_by_rank=by_rank)
+
+    # RankJournal.
+
+    async def restore(self, rank: RankId, model: str) -> RankRecord | None:
+        self._homes.pop(rank, None)
+        home = await self._home(rank, model)
+        if not home.is_whole or not home.seq.isdigit():
+            return None
+        try:
+            await self.renew(rank)
+            return await self._read(home)
+        except (IndexLostError, StructError, msgspec.DecodeError):
+            home.is_whole = False
+            return None
+
+    async def last_epoch(self, rank: RankId, model: str) -> int:
+        return (await self._home(rank, model)).epoch
+
+    async def rewrite(self, model: str, trust: Trust, parts: Iterable[RankUpdate]) -> None:
+        home: _Home | None = None
+        last: RankUpdate | None = None
+        for number, part in enumerate(parts):
+            self._trust[part.rank] = trust
+            if home is None:
+                home = await self._begin(part, model)
+            program = Program(home.keys, home.epoch, home.groups)
+            program.add(part.changes, part.rows)
+            await self._write(part.rank, home, f"part{number}", part, program)
+            last = part
+        if home is not None and last is not None:
+            program = Program(home.keys, home.epoch, home.groups)
+            await self._write(last.rank, home, "end", last, program)
+
+    async def renew(self, rank: RankId) -> None:
+        home = self._homes.get(rank)
+        if home is None or not home.epoch:
+            return
+        if not home.is_whole:
+            raise IndexLostError("something was lost; the rank has to be written anew")
+        keys = home.keys
+        answer = await self._run(
+            self._renew,
+            [
+                keys.model.generation,
+                keys.model.ranks,
+                keys.life,
+                keys.state,
+                *home.data_keys(),
+            ],
+            [home.owner, home.epoch, home.seq, self._lease_ms, keys.digest],
+        )
+        self._check(answer, rank, home)
+        await self._sweep_ended(home)
+
+    async def withdraw(self, rank: RankId) -> None:
+        home = self._homes.get(rank)
+        if home is not None:
+            home.is_whole = False
+            await self._remove(home, keep_state=True)
+
+    async def probe(self) -> None:
+        await self._connection.ping()
+
+    # Ownership.
+
+    async def _home(self, rank: RankId, model: str) -> _Home:
+        """Where `rank` lives, claimed. A rank that serves another model now leaves the old one."""
+        home = self._homes.get(rank)
+        if home is not None and home.model != model:
+            await self._remove(home, keep_state=False)
+            del self._homes[rank]
+            home = None
+        if home is None:
+            home = self._homes[rank] = await self._claim_rank(rank, model)
+        return home
+
+    async def _claim_rank(self, rank: RankId, model: str) -> _Home:
+        keys = model_keys(self._connection.settings.prefix, model).rank(rank)
+        answer = await self._run(
+            self._claim,
+            [keys.model.generation, keys.model.ranks, keys.life, keys.state],
+            [keys.digest, self._lease_ms, self._taken.get(rank, b"")],
+        )
+        if answer is None:
+            raise NotOwnerError("another indexer writes this rank: stop one of the two")
+        self._taken.pop(rank, None)
+        owner, life, description, epoch, seq, digest, facts = answer
+        entry = _entry_or_none(description)
+        is_whole = entry is not None and life is not None and life == epoch
+        home = _Home(
+            model=model,
+            keys=keys,
+            owner=owner,
+            epoch=int(epoch or 0),
+            seq=seq or b"",
+            trust=self._trust.get(rank, entry.trust if entry else Trust.EXACT),
+            groups={each.group: each for each in entry.groups} if entry else {},
+            is_whole=is_whole,
+            record=(digest, facts),
+        )
+        self._trust.setdefault(rank, home.trust)
+        return home
+
+    async def _remove(self, home: _Home, *, keep_state: bool) -> None:
+        keys = home.keys
+        await self._run(
+            self._retire,
+            [keys.model.generation, keys.model.ranks, keys.life, keys.state, *home.data_keys()],
+            [home.owner, keys.digest, self._lease_ms, int(keep_state)],
+        )
+
+    async def _sweep_ended(self, home: _Home) -> None:
+        """Once per lease and model: ranks that no one renews leave the table."""
+        now_s = self._clock()
+        lease_s = self._connection.settings.lease_s
+        if now_s < self._swept_s.get(home.model, float("-inf")) + lease_s:
+            return
+        self._swept_s[home.model] = now_s
+        keys = home.keys.model
+        digests = [name.decode() for name in await self._connection.fields(keys.ranks)]
+        lives = [RankKeys(keys, digest).life for digest in digests]
+        await self._run(
+            self._sweep, [keys.generation, keys.ranks, *lives], [self._lease_ms, *digests]
+        )
+
+    # Writing.
+
+    async def _begin(self, part: RankUpdate, model: str) -> _Home:
+        """Take the rank out of sight and empty it."""
+        home = await self._home(part.rank, model)
+        if part.epoch < home.epoch:
+            raise StaleEpochError(f"epoch {part.epoch} ended; {home.epoch} is current")
+        program = Program(home.keys, part.epoch, {})
+        program.unlink(home.epoch, home.groups)
+        await self._write(part.rank, home, "begin", part, program)
+        return home
+
+    async def _write(
+        self, rank: RankId, home: _Home, step: str, update: RankUpdate, program: Program
+    ) -> None:
+        """Run the apply script; what is known of the rank follows only if it was applied."""
+        entry = self._entry(rank, update.epoch, program.groups)
+        is_described = step in {"open", "end", "trust"} or program.groups != home.groups
+        is_visible = step in {"open", "next", "end", "trust"}
+        seq = str(update.seq).encode() if is_visible else step.encode()
+        home.is_whole = False
+        answer = await self._run(
+            self._apply,
+            program.keys,
+            [
+                _STEPS.get(step, "part"),
+                home.owner,
+                update.epoch,
+                home.seq,
+                seq,
+                *self._kept(home, step, update),
+                self._lease_ms,
+                home.keys.digest,
+                encode_entry(entry) if is_described and is_visible else b"",
+                ROW_BYTES,
+                program.encode(),
+                *program.blobs,
+            ],
+        )
+        self._check(answer, rank, home)
+        home.epoch, home.seq, home.groups = update.epoch, seq, program.groups
+        home.trust = entry.trust
+        home.is_whole = is_visible
+
+    def _kept(self, home: _Home, step: str, update: RankUpdate) -> Sequence[Part]:
+        """Digest and facts of the last batch; a change of trust keeps them."""
+        if step != "trust":
+            facts = msgspec.msgpack.encode(update.facts or _NO_FACTS)
+            home.record = (str(update.digest).encode(), facts)
+        digest, facts_kept = home.record
+        return [digest or b"", facts_kept or b""]
+
+    def _entry(self, rank: RankId, epoch: int, groups: Groups) -> RankEntry:
+        return RankEntry(
+            instance=rank.instance,
+            rank=rank.rank,
+            epoch=epoch,
+            trust=self._trust.get(rank, Trust.EXACT),
+            groups=tuple(groups[number] for number in sorted(groups)),
+        )
+
+    async def _read(self, home: _Home) -> RankRecord:
+        digest, facts = home.record
+        rows = {}
+        for group in home.groups:
+            key = home.keys.rows(home.epoch, group)
+            rows[group] = [
+                unpack_row(name, value) async for name, value in self._connection.scan_hash(key)
+            ]
+        return RankRecord(
+            epoch=home.epoch,
+            seq=int(home.seq),
+            digest=int(digest or 0),
+            trust=home.trust,
+            facts=msgspec.msgpack.decode(facts or b"", type=RankFacts),
+            groups=[entry.spec for entry in home.groups.values()],
+            rows=rows,
+        )
+
+    async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Part]) -> Any:
+        timeout_s = self._connection.settings.write_timeout_s
+        return await self._connection.run(script, keys, args, timeout_s=timeout_s)
+
+    def _check(self, answer: object, rank: RankId, home: _Home) -> None:
+        """Raise what the fence said."""
+        if answer == b"ok":
+            return
+        home.is_whole = False
+        if answer == b"owner":
+            self._homes.pop(rank, None)
+            self._taken[rank] = home.owner
+            raise NotOwnerError("another indexer writes this rank: stop one of the two")
+        if answer == b"stale":
+            raise StaleEpochError("a newer epoch of the rank is known")
+        raise IndexLostError("Redis doesn't have what was written last")
+
+
+_STEPS = {"open": "open", "next": "next", "trust": "next", "begin": "begin", "end": "end"}
+
+
+def _entry_or_none(description: bytes | None) -> RankEntry | None:
+    if description is None:
+        return None
+    try:
+        return decode_entry(description)
+    except msgspec.DecodeError:
+        return None
