@@ -122,6 +122,7 @@ async def _watch_broken(server: EmbeddedServer, app: App) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """Open a listening socket, or raise ListenError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -40,6 +40,30 @@ class TableFormat(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
+InstanceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL[,NAME=VALUE…]",
+        help="An engine: `http://host:port`, then any of `events=tcp://…`, `replay=tcp://…`, "
+        "`role=prefill|decode|mixed`, `alias=…`, `ranks=N`. Repeatable.",
+    ),
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A YAML file; see docs/configuration.md.")
+]
+PolicyOption = Annotated[
+    PolicyName | None, typer.Option(help="How an instance is chosen; kvlb if not said.")
+]
+HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
+PortOption = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")]
+RedisOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Redis that holds the index: `redis://host:6379`, `rediss://…`, `unix:///path`. "
+        "Its password goes into KVLB_REDIS_PASSWORD.",
+    ),
+]
 SimulateArgument = Annotated[
     str,
     typer.Argument(
@@ -74,26 +98,15 @@ def kvlb(
 @app.command()
 def up(
     *,
-    instance: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL[,NAME=VALUE…]",
-            help="An engine: `http://host:port`, then any of `events=tcp://…`, `replay=tcp://…`, "
-            "`role=prefill|decode|mixed`, `alias=…`, `ranks=N`. Repeatable.",
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A YAML file; see docs/configuration.md.")
-    ] = None,
+    instance: InstanceOption = None,
+    config: ConfigOption = None,
     simulate: Annotated[
         str | None,
         typer.Option(metavar="FLEET", help="Start simulated engines with it, such as `2p2d`."),
     ] = None,
-    policy: Annotated[
-        PolicyName | None, typer.Option(help="How an instance is chosen; kvlb if not said.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")] = None,
+    policy: PolicyOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
 ) -> None:
     """Follow the engines' KV events and balance OpenAI requests over them, in one process.
 
@@ -110,6 +123,70 @@ def up(
         Overrides(instances=tuple(instance or ()), policy=policy, host=host, port=port),
         config=config,
         simulate=simulate,
+    )
+
+
+@app.command()
+def indexer(
+    *,
+    config: ConfigOption = None,
+    instance: InstanceOption = None,
+    redis: RedisOption = None,
+    host: Annotated[str | None, typer.Option(help="Address of the status server.")] = None,
+    status_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Its port; 8081 if not said.")
+    ] = None,
+) -> None:
+    """Follow the engines' KV events and keep the index in Redis. One for a fleet.
+
+    It takes no requests: `kvlb balancer` does, and reads the same Redis. Both are given the same
+    file. Killed and started again, it goes on where it was. SIGHUP or a changed file changes the
+    fleet while it runs.
+
+    For example:
+
+    - `kvlb indexer --config kvlb.yaml`
+    - `kvlb indexer --redis redis://127.0.0.1:6379 --instance http://127.0.0.1:8000`
+    """
+    from kvlb.processes import indexer as run
+    from kvlb.settings import Overrides
+
+    run(
+        Overrides(
+            instances=tuple(instance or ()), redis_url=redis, host=host, status_port=status_port
+        ),
+        config=config,
+    )
+
+
+@app.command()
+def balancer(
+    *,
+    config: ConfigOption = None,
+    instance: InstanceOption = None,
+    redis: RedisOption = None,
+    policy: PolicyOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+) -> None:
+    """Balance OpenAI requests by the index that `kvlb indexer` keeps in Redis. As many as you like.
+
+    Without Redis or indexer it goes on, by load alone. SIGTERM finishes what runs; SIGHUP or a
+    changed file changes fleet and routing while it runs.
+
+    For example:
+
+    - `kvlb balancer --config kvlb.yaml`
+    - `kvlb balancer --redis redis://127.0.0.1:6379 --instance http://127.0.0.1:8000`
+    """
+    from kvlb.processes import balancer as run
+    from kvlb.settings import Overrides
+
+    run(
+        Overrides(
+            instances=tuple(instance or ()), redis_url=redis, policy=policy, host=host, port=port
+        ),
+        config=config,
     )
 
 

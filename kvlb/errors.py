@@ -2,6 +2,7 @@
 
 KvlbError
 ├── SettingsError       an option, a file or an environment variable has to change
+│   └── NoEnginesError  nothing to balance over
 ├── CaptureError        a capture of `kvlb audit` can't be read
 ├── PeerError           something we talk to did not answer as it should
 ├── BrokenError         the process can't go on; its log says why
@@ -15,6 +16,10 @@ class KvlbError(Exception):
 
 class SettingsError(KvlbError):
     """An option, a configuration key or an environment variable has to change."""
+
+
+class NoEnginesError(SettingsError):
+    """There is no engine to balance over."""
 
 
 class PeerError(KvlbError):

@@ -4,11 +4,12 @@ The only place that knows both the indexer's service and the balancer's applicat
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -25,7 +26,7 @@ from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
 from kvlb.index_backend import open_index, open_reader
 from kvlb.reload import Reloader
-from kvlb.settings import KvlbSettings
+from kvlb.settings import KvlbSettings, Overrides, load_fleet
 from kvlb.status_server import serve_status
 from kvlb.trace_export import open_tracing
 
@@ -50,6 +51,13 @@ class ConfigFile:
     path: Path
     read: Callable[[], KvlbSettings]
     """Everything anew: file, environment, options. Raises SettingsError."""
+
+    @classmethod
+    def of(cls, path: Path | None, overrides: Overrides) -> Self | None:
+        """None if the process has no file."""
+        if path is None:
+            return None
+        return cls(path=path, read=lambda: load_fleet(path, overrides, os.environ))
 
     def reloader(
         self,

@@ -1,4 +1,4 @@
-"""Settings of `kvlb up`: one YAML file, then the environment, then the command line. Typed, once.
+"""Settings of every process: one YAML file, then the environment, then the command line. Typed, once.
 
 Rules:
 
@@ -9,7 +9,8 @@ Rules:
    of the indexer under `indexer`; one entry of `instances` describes an engine to both.
 4. Secrets may stand in the file, better in the environment; they never show in `repr`.
 
-Environment: KVLB_HOST, KVLB_PORT, KVLB_ADMIN_API_KEY, KVLB_ENGINE_API_KEY.
+Environment: KVLB_HOST, KVLB_PORT, KVLB_REDIS_URL, KVLB_REDIS_PASSWORD, KVLB_ADMIN_API_KEY,
+KVLB_ENGINE_API_KEY.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,15 @@ from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
 from indexer.core.endpoints import check_endpoint
-from kvlb.errors import SettingsError
+from indexer.redis_index.settings import RedisSettings
+from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.instance_option import parse_instance
+
+NO_ENGINES = (
+    "no engine to balance over; name one with --instance http://host:port or list them under "
+    "`instances:` in a file, given with --config kvlb.yaml"
+)
+REDIS_PASSWORD = "KVLB_REDIS_PASSWORD"  # noqa: S105 - the variable's name
 
 
 class InstanceEntry(InstanceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +66,8 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     instances: tuple[InstanceEntry, ...] = ()
     indexer: IndexerConfig = IndexerConfig()
+    redis: RedisSettings | None = None
+    """None: the index lives in the memory of `kvlb up`."""
 
     def engine_sources(self) -> tuple[InstanceSource, ...]:
         """The instances as the indexer wants them."""
@@ -87,6 +97,8 @@ class Overrides:
     policy: str | None = None
     host: str | None = None
     port: int | None = None
+    redis_url: str | None = None
+    status_port: int | None = None
 
 
 def load_settings(
@@ -97,12 +109,30 @@ def load_settings(
     values = _read_file(config) if config else {}
     _apply_environment(values, environ)
     _apply_overrides(values, overrides)
+    _name_redis_password(values, environ)
     try:
         decoded = decode_settings(values, KvlbSettings, where="")
         checked = check_config(decoded, environ)
+        _check_redis(checked.redis, environ)
     except ConfigError as error:
         raise SettingsError(f"{source}{error}") from error
     return checked
+
+
+def load_fleet(
+    config: Path | None, overrides: Overrides, environ: Mapping[str, str]
+) -> KvlbSettings:
+    """Likewise, and refuse a fleet without instances: a file cut short must not empty a fleet."""
+    settings = load_settings(config, overrides, environ)
+    if not settings.instances:
+        raise NoEnginesError(f"{config}: {NO_ENGINES}" if config else NO_ENGINES)
+    return settings
+
+
+def _check_redis(redis: RedisSettings | None, environ: Mapping[str, str]) -> None:
+    name = redis.password_env if redis else None
+    if name is not None and not environ.get(name):
+        raise ConfigError(f"`redis.password_env`: environment variable {name} is not set")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -126,6 +156,8 @@ def _apply_environment(values: dict[str, Any], environ: Mapping[str, str]) -> No
         if not port.isdecimal():
             raise SettingsError(f"KVLB_PORT: {port!r} is not a port")
         values["port"] = int(port)
+    if url := environ.get("KVLB_REDIS_URL"):
+        _section(values, "redis")["url"] = url
     if key := environ.get("KVLB_ENGINE_API_KEY"):
         values["engine_api_key"] = key
         values.pop("engine_api_key_env", None)
@@ -140,10 +172,20 @@ def _apply_overrides(values: dict[str, Any], overrides: Overrides) -> None:
         values["instances"] = [_parse_option(text) for text in overrides.instances]
     if overrides.policy is not None:
         _section(values, "routing")["policy"] = overrides.policy
+    if overrides.redis_url is not None:
+        _section(values, "redis")["url"] = overrides.redis_url
+    if overrides.status_port is not None:
+        _section(values, "indexer")["status_port"] = overrides.status_port
     if overrides.host is not None:
         values["host"] = overrides.host
     if overrides.port is not None:
         values["port"] = overrides.port
+
+
+def _name_redis_password(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """The usual variable is used where the file names none."""
+    if environ.get(REDIS_PASSWORD) and values.get("redis") is not None:
+        _section(values, "redis").setdefault("password_env", REDIS_PASSWORD)
 
 
 def _parse_option(text: str) -> dict[str, Any]:
@@ -157,5 +199,7 @@ def _parse_option(text: str) -> dict[str, Any]:
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     """The mapping under `name`, made if absent. Another type is left for the decoder to refuse."""
-    section = values.setdefault(name, {})
+    if values.get(name) is None:
+        values[name] = {}
+    section = values[name]
     return section if isinstance(section, dict) else {}

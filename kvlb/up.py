@@ -9,18 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvlb.errors import SettingsError
+from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.event_loop import run_command, spare_startup_objects, stop_event
 from kvlb.logs import configure_logs
-from kvlb.running import RunningKvlb, run_kvlb
-from kvlb.settings import KvlbSettings, Overrides, load_settings
+from kvlb.running import ConfigFile, RunningKvlb, run_kvlb
+from kvlb.settings import KvlbSettings, Overrides, load_fleet
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from simulator.core.settings import EngineSettings
 
-NO_ENGINES = (
-    "no engine to balance over; name one with --instance http://host:port, list them in a file "
-    "with --config kvlb.yaml, or try it out with --simulate 2p2d"
-)
+TRY_OUT = "try it out with --simulate 2p2d"
 UNKNOWN_MODEL = "YOUR-MODEL"
 
 
@@ -41,15 +38,17 @@ async def _up(overrides: Overrides, config: Path | None, simulate: str | None) -
             fleet = await stack.enter_async_context(simulated_fleet(parse_fleet(simulate), engines))
             simulated = [instance_option(engine) for engine in fleet.engines]
             overrides = replace(overrides, instances=(*simulated, *overrides.instances))
-        settings = load_settings(config, overrides, os.environ)
-        if not settings.instances:
-            raise SettingsError(NO_ENGINES)
+        try:
+            settings = load_fleet(config, overrides, os.environ)
+        except NoEnginesError as error:
+            raise SettingsError(f"{error}; or {TRY_OUT}") from error
 
         def listening(running: RunningKvlb) -> None:
             _greet(running, settings, model, started_s)
             spare_startup_objects()
 
-        await run_kvlb(settings, stop=stop, on_listening=listening)
+        file = ConfigFile.of(config, overrides)
+        await run_kvlb(settings, stop=stop, on_listening=listening, file=file)
 
 
 def _greet(running: RunningKvlb, settings: KvlbSettings, model: str, started_s: float) -> None:
