@@ -1,4 +1,4 @@
-"""docs/configuration.md names every key of the indexer and of an instance, with its default."""
+"""docs/configuration.md names every key of the file, with its default."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from indexer.config import IndexerConfig
+from indexer.redis_index.settings import RedisSettings
 from kvlb.settings import InstanceEntry, KvlbSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -27,19 +27,59 @@ def fields_of(struct: type[msgspec.Struct]) -> list[Any]:
     return [each for each in msgspec.structs.fields(struct) if each.name != "instances"]
 
 
-def test_every_key_of_the_indexer_is_documented() -> None:
-    """And none that doesn't exist."""
-    keys = {key.removeprefix("indexer.") for key in documented() if key.startswith("indexer.")}
+def sections() -> dict[str, type[msgspec.Struct]]:
+    """Struct by the name of its section."""
+    found: dict[str, type[msgspec.Struct]] = {"redis": RedisSettings}
+    for each in msgspec.structs.fields(KvlbSettings):
+        if isinstance(each.default, msgspec.Struct):
+            found[each.name] = type(each.default)
+    return found
 
-    assert keys == {each.name for each in fields_of(IndexerConfig)}
+
+KEYS = [
+    pytest.param(
+        f"{section}.{field.name}", getattr(struct(), field.name), id=f"{section}.{field.name}"
+    )
+    for section, struct in sections().items()
+    for field in fields_of(struct)
+] + [
+    pytest.param(field.name, field.default, id=field.name)
+    for field in fields_of(KvlbSettings)
+    if field.name not in sections()
+]
 
 
-@pytest.mark.parametrize("field", fields_of(IndexerConfig), ids=lambda each: each.name)
-def test_defaults_of_the_indexer_are_as_documented(field: Any) -> None:
-    """The number in the third column is the one in the code."""
-    default = documented()[f"indexer.{field.name}"].split("|")[1].strip()
+def rendered(default: object) -> str:
+    """As the page writes it."""
+    match default:
+        case None | {}:
+            return "none"
+        case bool():
+            return str(default).lower()
+        case float():
+            return f"{default:g}"
+        case str():
+            return f"`{default}`"
+        case _:
+            return str(default)
 
-    assert default == ("none" if field.default is None else f"{field.default:g}")
+
+@pytest.mark.parametrize(("key", "default"), KEYS)
+def test_every_key_is_documented_with_its_default(key: str, default: object) -> None:
+    """The page and the typed settings say the same."""
+    cells = [cell.strip() for cell in documented()[key].split("|")]
+
+    if key != "redis.password_env":  # its default depends on the environment
+        assert rendered(default) in cells[:2]
+
+
+def test_no_key_is_documented_that_does_not_exist() -> None:
+    """A key that was removed leaves the page, too."""
+    known = {str(each.values[0]) for each in KEYS} | {
+        each.name for each in fields_of(InstanceEntry)
+    }
+
+    assert documented().keys() - known == set()
 
 
 def test_every_key_of_an_instance_is_documented() -> None:

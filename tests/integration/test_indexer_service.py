@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from fastapi import HTTPException, Request
 from prometheus_client import CollectorRegistry, generate_latest
 
 from indexer.config import IndexerConfig, InstanceSource
@@ -372,3 +373,41 @@ async def test_status_app_answers(
                 assert status["ranks"][0]["block_sizes"] == {"0": 16}
                 assert status["instances"][0]["state"] == "following"
                 assert "kvlb_index_entries 1.0" in metrics.text.splitlines()
+
+
+async def test_new_key_does_not_start_an_instance_anew(
+    engine_http: Any, publishing: Any, indexing: Any, eventually: Any
+) -> None:
+    """What is known of its cache stays; the engine is asked with the new key."""
+    async with engine_http() as engine, publishing() as publisher:
+        engine.sources = {"0": published(publisher)}
+        async with indexing(InstanceSource(url=engine.url, api_key="k1")) as (service, index):
+            await publisher.subscribed()
+            publisher.publish(stored(1))
+            await service.caught_up(rank_of(engine), 0)
+            service.set_sources([InstanceSource(url=engine.url, api_key="k2")])
+            await eventually(lambda: engine.keys_seen[-1:] == ["Bearer k2"])
+
+            assert service.status()[0].epoch_reason == "started"
+            assert service.status()[0].counts.connections == 1
+            assert await held(index, rank_of(engine)) is not None
+
+
+async def test_status_can_be_guarded(
+    engine_http: Any, publishing: Any, indexing: Any, eventually: Any
+) -> None:
+    """It tells addresses; health, readiness and metrics stay open."""
+
+    async def refuse(request: Request) -> None:
+        raise HTTPException(status_code=403)
+
+    async with indexing() as (service, _):
+        app = indexer_status_app(service, CollectorRegistry(), refuse)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://i") as client:
+            answers = {
+                path: (await client.get(path)).status_code
+                for path in ("/health", "/metrics", "/status")
+            }
+
+    assert answers == {"/health": 200, "/metrics": 200, "/status": 403}

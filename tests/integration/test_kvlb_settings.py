@@ -8,10 +8,12 @@ import yaml
 
 from balancer.core.fleet import Role
 from balancer.core.settings_errors import Secret, decode_settings
-from kvlb.errors import SettingsError
-from kvlb.settings import KvlbSettings, Overrides, load_settings
+from balancer.core.tracing_settings import TracingSettings
+from kvlb.errors import NoEnginesError, SettingsError
+from kvlb.settings import KvlbSettings, Overrides, load_fleet, load_settings
 
 NOTHING = Overrides()
+PASSWORD = {"KVLB_REDIS_PASSWORD": "s3cret"}
 DOCS = Path(__file__).parent.parent.parent / "docs"
 EXAMPLES = [
     pytest.param(block, id=f"{page.stem}-{number}")
@@ -197,3 +199,80 @@ def test_documented_example_is_valid(example: str) -> None:
     settings = decode_settings(yaml.safe_load(example), KvlbSettings, where="")
 
     assert settings != KvlbSettings()
+
+
+def test_redis_may_be_named_by_file_environment_and_option(tmp_path: Path) -> None:
+    """In that order, as everything else."""
+    text = "redis: {url: 'redis://file:1', lease_s: 60}"
+
+    by_file = load(text, tmp_path)
+    by_environment = load(text, tmp_path, KVLB_REDIS_URL="redis://environment:1")
+    by_option = load(text, tmp_path, Overrides(redis_url="redis://option:1"))
+
+    assert by_file.redis is not None
+    assert by_environment.redis is not None
+    assert by_option.redis is not None
+    assert by_file.redis.url == "redis://file:1"
+    assert by_environment.redis.url == "redis://environment:1"
+    assert (by_option.redis.url, by_option.redis.lease_s) == ("redis://option:1", 60)
+
+
+@pytest.mark.parametrize("text", ["", "redis:"], ids=["no-section", "empty-section"])
+def test_without_redis_there_is_none(text: str, tmp_path: Path) -> None:
+    """A password alone doesn't make one."""
+    assert load(text, tmp_path, NOTHING, **PASSWORD).redis is None
+
+
+def test_usual_variable_holds_redis_password(tmp_path: Path) -> None:
+    """Unless the file names another; its value shows nowhere."""
+    usual = load("redis: {}", tmp_path, NOTHING, **PASSWORD).redis
+    named = load("redis: {password_env: X}", tmp_path, NOTHING, X="x", **PASSWORD).redis
+
+    assert usual is not None
+    assert named is not None
+    assert [usual.password_env] == list(PASSWORD)
+    assert [named.password_env] == ["X"]
+    assert "s3cret" not in repr(usual)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("redis: {password_env: NOT_SET}", "`redis.password_env`", id="variable"),
+        pytest.param("redis: {url: 'http://a:1'}", "redis", id="scheme"),
+        pytest.param("redis: {url: 'redis://:pw@a:1'}", "password_env", id="password"),
+        pytest.param("redis: {lease: 1}", "did you mean `lease_s`", id="unknown"),
+        pytest.param("tracing: {endpoint: collector}", "tracing", id="endpoint"),
+        pytest.param("tracing: {sample_ratio: 2}", "`tracing.sample_ratio`", id="ratio"),
+    ],
+)
+def test_mistake_in_redis_or_tracing_is_named(text: str, says: str, tmp_path: Path) -> None:
+    """And the password in an address is not repeated."""
+    with pytest.raises(SettingsError) as caught:
+        load(text, tmp_path)
+
+    assert says in str(caught.value)
+    assert ":pw@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        pytest.param(None, None, id="off"),
+        pytest.param("http://c:4318", "http://c:4318/v1/traces", id="base"),
+        pytest.param("http://c:4318/", "http://c:4318/v1/traces", id="slash"),
+        pytest.param("https://c/otlp/v1/traces", "https://c/otlp/v1/traces", id="whole"),
+    ],
+)
+def test_traces_go_to_the_usual_path(endpoint: str | None, url: str | None) -> None:
+    """Unless another one is given."""
+    assert TracingSettings(endpoint=endpoint).traces_url == url
+
+
+def test_fleet_without_instances_is_refused(tmp_path: Path) -> None:
+    """With the file's name and what to do."""
+    path = tmp_path / "kvlb.yaml"
+    path.write_text("port: 1")
+
+    with pytest.raises(NoEnginesError, match=r"kvlb\.yaml.*instances"):
+        load_fleet(path, NOTHING, {})
