@@ -1,4 +1,7 @@
-"""One rank while it is followed: its port, subscriber and writer, started anew if they fail."""
+"""One rank while it is followed: its port, subscriber and writer, started anew if they fail.
+
+A rank that another process writes is left to it until that one is gone.
+"""
 
 import asyncio
 
@@ -6,6 +9,7 @@ import structlog
 import zmq.asyncio
 
 from indexer.config import RankSource
+from indexer.core.index import IndexUnavailableError, NotOwnerError
 from indexer.core.rank_status import RankCounts, RankStatus
 from indexer.ports import Ports
 from indexer.rank_writer import RankWriter, WritingMeans
@@ -37,19 +41,46 @@ class FollowedRank:
 
     async def run(self) -> None:
         """Follow it until cancelled; a bug costs it an epoch, nobody else anything."""
+        may_resume = True
         while True:
             try:
                 self._writer, self._subscriber = self._begin()
-                async with self._ports.listening(self.source, self._subscriber):
+                async with (
+                    self._ports.listening(self.source, self._subscriber),
+                    asyncio.TaskGroup() as group,
+                ):
                     self._problem = None
+                    self._writer.may_resume = may_resume
+                    keeping = group.create_task(self._writer.keeper.run())
                     await self._subscriber.run()
-            except Exception as error:
+                    keeping.cancel()
+            except* NotOwnerError:
+                await self._stand_back()
+                may_resume = True
+            except* Exception as error:
+                may_resume = False
                 self._counts.failures += 1
                 self._problem = repr(error)
                 _logger.exception(
                     "rank_failed", instance=self.source.alias, rank=self.source.rank.rank
                 )
                 await asyncio.sleep(_RESTART_S)
+
+    async def _stand_back(self) -> None:
+        """Wait until the rank is free again."""
+        journal = self._means.journal
+        self._counts.index_faults["taken_over"] += 1
+        self._problem = "another indexer writes this rank: stop one of the two"
+        names = {"instance": self.source.alias, "rank": self.source.rank.rank}
+        _logger.warning("rank_taken_over", **names)
+        while journal is not None:
+            await asyncio.sleep(_RESTART_S)
+            try:
+                await journal.last_epoch(self.source.rank, self.source.model)
+            except (NotOwnerError, IndexUnavailableError):
+                continue
+            _logger.info("rank_taken_back", **names)
+            return
 
     def _begin(self) -> tuple[RankWriter, RankSubscriber]:
         writer = RankWriter(self.source, means=self._means, counts=self._counts)

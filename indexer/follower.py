@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import EventBatch, UndecodableBatchError, decode_batch
+from indexer.core.journal import Resumption
 from indexer.core.rank_status import RankCounts
 from indexer.core.refusals import has_clear, has_lost_events
 from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
@@ -41,6 +42,10 @@ class _Tap:
 
     def __init__(self, on_item: Callable[[FollowedItem], None]) -> None:
         self._on_item = on_item
+
+    async def resume(self) -> Resumption | None:
+        """Nothing is kept."""
+        return None
 
     async def open_epoch(self, reason: str) -> None:
         """Seen as an effect; the first epoch opens without one."""

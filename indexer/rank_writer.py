@@ -6,28 +6,29 @@ decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `c
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
 from indexer.config import IndexerConfig, RankSource
+from indexer.core.epochs import Epochs
 from indexer.core.events import (
     EventBatch,
     UndecodableBatchError,
     decode_batch,
 )
-from indexer.core.index import BlockIndex, RankUpdate
+from indexer.core.index import BlockIndex
+from indexer.core.journal import RankJournal, RankRecord, Resumption
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_status import RankCounts
 from indexer.core.refusals import has_clear, has_lost_events, refused_reasons
 from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.throttle import Throttle
 from indexer.core.types import Trust
+from indexer.rank_keeper import RankKeeper
 
 _logger = structlog.get_logger(__name__)
-
-_BEFORE_FIRST_SEQ = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class WritingMeans:
     """What the writers of all ranks share."""
 
     index: BlockIndex
-    epochs: Iterator[int]
+    epochs: Epochs
     """Never gives a number twice, so a rank that comes back is newer than it was."""
     config: IndexerConfig
     clock: Callable[[], float]
@@ -44,12 +45,16 @@ class WritingMeans:
     """Unix time, seconds: compared with the engines' own."""
     on_progress: Callable[[], None]
     """Called when a rank has dealt with something."""
+    journal: RankJournal | None = None
+    """The index too, if what it has outlives this process."""
 
 
 class RankWriter:
     """A `subscriber.StreamSink`."""
 
     def __init__(self, source: RankSource, *, means: WritingMeans, counts: RankCounts) -> None:
+        self.may_resume = True
+        """What an earlier process left may be gone on with."""
         self.epoch_reason = ""
         self.applied_seq: int | None = None
         """Batch whose changes the index has, in this epoch."""
@@ -65,11 +70,36 @@ class RankWriter:
         self._set_aside: Counter[str] = Counter()
         self._throttle = Throttle(means.config.log_interval_s)
         self._blocks = self._new_blocks()
+        self.keeper = RankKeeper(
+            index=means.index,
+            journal=means.journal,
+            rank=source.rank,
+            model=source.model,
+            faults=counts.index_faults,
+        )
 
     @property
     def blocks(self) -> RankBlocks:
         """State of the present epoch."""
         return self._blocks
+
+    async def resume(self) -> Resumption | None:
+        """Go on with what an earlier process left of this rank; None: a new epoch has to open."""
+        record = await self.keeper.restore() if self.may_resume else None
+        self._means.epochs.pass_by(await self.keeper.last_epoch())
+        if record is None or record.trust is Trust.LOAD_ONLY:
+            return None
+        blocks = self._new_blocks(record.epoch)
+        if not blocks.restore(record.groups, record.rows, record.facts):
+            _logger.warning("record_broken", **self._names())
+            return None
+        self._blocks = blocks
+        self.keeper.resume(blocks, record)
+        self.epoch_reason, self.applied_seq = "resumed", record.seq
+        self._counts.epochs["resumed"] += 1
+        facts = {"seq": record.seq, "blocks": blocks.held_blocks}
+        _logger.info("rank_resumed", **self._names(), **facts)
+        return Resumption(seq=record.seq, digest=record.digest, trust=_kept_trust(record))
 
     async def open_epoch(self, reason: str) -> None:
         """Nothing of the old epoch counts from here on, even if no batch ever follows."""
@@ -77,15 +107,7 @@ class RankWriter:
         self._set_aside = Counter()
         self.epoch_reason = reason
         self.applied_seq = None
-        await self._means.index.apply(
-            RankUpdate(
-                rank=self._source.rank,
-                model=self._source.model,
-                epoch=self._blocks.epoch,
-                seq=_BEFORE_FIRST_SEQ,
-                changes=(),
-            )
-        )
+        await self.keeper.open(self._blocks)
         _logger.info("epoch_opened", **self._names(), reason=reason)
 
     async def apply(self, effect: ApplyBatch) -> BatchOutcome:
@@ -97,7 +119,7 @@ class RankWriter:
             return BatchOutcome(has_refusals=True, orphans=self._blocks.orphans)
         for reason in batch.rejected:
             self._reject(reason)
-        await self._means.index.apply(self._blocks.apply(effect.seq, batch))
+        await self.keeper.apply(self._blocks, effect.seq, batch, effect.payload)
         self._note(effect, batch)
         self._check_rank(batch)
         return BatchOutcome(
@@ -111,17 +133,18 @@ class RankWriter:
             self.trust_since_s = self._means.clock()
             self._log(_logger.info, "trust_changed", trust=trust.value, reason=reason)
         self.trust, self.trust_reason = trust, reason
-        await self._means.index.set_trust(self._source.rank, trust)
+        await self.keeper.set_trust(trust)
 
     def on_effect(self, effect: Effect) -> None:
         """Nothing to do: counted by the subscriber."""
 
-    def _new_blocks(self) -> RankBlocks:
+    def _new_blocks(self, epoch: int | None = None) -> RankBlocks:
         return RankBlocks(
             rank=self._source.rank,
             model=self._source.model,
-            epoch=next(self._means.epochs),
+            epoch=next(self._means.epochs) if epoch is None else epoch,
             max_parked_blocks=self._means.config.max_parked_blocks,
+            keeps_rows=self._means.journal is not None,
         )
 
     def _note(self, effect: ApplyBatch, batch: EventBatch) -> None:
@@ -164,3 +187,8 @@ class RankWriter:
 
     def _names(self) -> dict[str, str | int]:
         return {"instance": self._source.alias, "rank": self._source.rank.rank}
+
+
+def _kept_trust(record: RankRecord) -> Trust:
+    """Orphans aren't kept, and without them the rank isn't what it was."""
+    return Trust.DEGRADED if record.facts.orphans else record.trust

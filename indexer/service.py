@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import count
 
 import httpx
 import structlog
 import zmq.asyncio
 
 from indexer.config import IndexerConfig, InstanceSource
-from indexer.core.index import BlockIndex, IndexSize
+from indexer.core.epochs import Epochs
+from indexer.core.index import BlockIndex, IndexSize, IndexUnavailableError
+from indexer.core.journal import RankJournal
 from indexer.core.rank_status import InstanceStatus, PortStatus, RankStatus
 from indexer.core.types import InstanceId, RankId
 from indexer.followed_rank import FollowedRank
@@ -76,7 +77,7 @@ class _Running:
 class IndexerService:
     """Follows a fleet that may change while it runs."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
         config: IndexerConfig,
@@ -85,7 +86,9 @@ class IndexerService:
         http: httpx.AsyncClient,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = unix_time_s,
+        journal: RankJournal | None = None,
     ) -> None:
+        """`journal` is the index too, if what it has outlives this process."""
         self.index_size = IndexSize()
         """As measured last."""
         self._config = config
@@ -96,11 +99,13 @@ class IndexerService:
         self._progress = _Bell()
         self._means = WritingMeans(
             index=index,
-            epochs=count(1),
+            # By the clock, so that after a lost index too a new life looks like one.
+            epochs=Epochs(1 if journal is None else int(wall_clock() * 1000)),
             config=config,
             clock=clock,
             wall_clock=wall_clock,
             on_progress=self._progress.ring,
+            journal=journal,
         )
         self._instances: dict[InstanceId, _Instance] = {}
         self._ports: Ports | None = None
@@ -132,7 +137,10 @@ class IndexerService:
 
     async def measure(self) -> None:
         """Bring `index_size` up to date."""
-        self.index_size = await self._index.size()
+        try:
+            self.index_size = await self._index.size()
+        except IndexUnavailableError:
+            self.index_size = IndexSize()
 
     # What can be seen.
 
@@ -273,7 +281,11 @@ class IndexerService:
 
     async def _forget(self, entry: _Instance, rank: RankId) -> None:
         # In this order: a failure leaves it to be forgotten by the next attempt.
-        await self._index.retire(rank)
+        try:
+            await self._index.retire(rank)
+        except IndexUnavailableError as error:
+            # Nobody renews its lease any more, so its entries leave by themselves.
+            _logger.warning("rank_not_retired", instance=entry.source.name, error=str(error))
         del entry.ranks[rank]
 
 

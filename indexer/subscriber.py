@@ -16,6 +16,7 @@ import zmq.asyncio
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import batch_ts
 from indexer.core.frames import FrameError, parse_replay
+from indexer.core.journal import Resumption
 from indexer.core.rank_status import RankCounts
 from indexer.core.rebuild_schedule import RebuildSchedule
 from indexer.core.replay import StreamLimits
@@ -45,6 +46,10 @@ _TURN_S = 0.001
 
 class StreamSink(Protocol):
     """Where a rank's ordered batches go."""
+
+    async def resume(self) -> Resumption | None:
+        """Where to go on; None: with a new epoch."""
+        ...
 
     async def open_epoch(self, reason: str) -> None: ...
     async def apply(self, effect: ApplyBatch) -> BatchOutcome: ...
@@ -102,7 +107,11 @@ class RankSubscriber:
     async def run(self) -> None:
         """Deal with what happens until cancelled."""
         try:
-            await self._open_epoch("started")
+            resumed = await self._sink.resume()
+            if resumed is None:
+                await self._open_epoch("started")
+            else:
+                self.stream.resume(resumed.seq, resumed.digest, resumed.trust)
             await self._sink.set_trust(self.stream.trust.level, self.stream.trust.reason)
             async with asyncio.TaskGroup() as group:
                 while True:

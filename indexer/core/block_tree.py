@@ -85,6 +85,16 @@ class BlockTree:
     def key(self, node: Node) -> BlockKey:
         return self._keys[node]
 
+    def parent(self, node: Node) -> tuple[BlockKey, bool]:
+        """Key of the block or root above a block, and whether that is a root."""
+        above = self._parents[node]
+        return self._keys[above], not self._parents[above]
+
+    def reachable_keys(self, tier: int) -> list[BlockKey]:
+        """Keys of reachable blocks on `tier`."""
+        wanted, states = _REACHABLE | 1 << tier, self._states
+        return [key for key, node in self._node_of.items() if states[node] & wanted == wanted]
+
     def is_held(self, node: Node) -> bool:
         """A copy lies on some tier, reachable or not."""
         return self._states[node] & _HELD != 0

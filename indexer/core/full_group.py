@@ -10,15 +10,17 @@ Rules:
    a node, which is held while any of them is.
 4. A hash whose last copy went is remembered only while its node is kept for descendants, so that
    a block stored under it is still placed.
-5. Tokens that don't fill the hashes exactly can't be aligned: then only known hashes count.
+5. With a journal, the newest row of every hash that a batch touched is told once.
+6. Tokens that don't fill the hashes exactly can't be aligned: then only known hashes count.
 
 Cost: a dict entry per hash and tier; everything else is kept only for the blocks that need it.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from indexer.core.block_rows import BlockRow
 from indexer.core.block_tree import TIERS, BlockTree, Node
 from indexer.core.events import BlockStored
 from indexer.core.extra_keys import split_extra_keys
@@ -47,6 +49,7 @@ class FullGroup:
         "_named",
         "_plain_roots",
         "_surplus",
+        "_touched",
         "_twins",
         "changes",
         "orphans",
@@ -72,6 +75,8 @@ class FullGroup:
         self._ghosts: dict[EngineHash, Node] = {}
         self._ghost_hashes: dict[Node, EngineHash] = {}
         self._named: list[EngineHash] | None = None
+        self._touched: set[EngineHash] | None = None
+        """Hashes whose rows may have changed; None: nobody keeps rows."""
         self._plain_roots: dict[str | None, BlockKey] = {}
         """Root keys by adapter, without a salt: as many as the engine has adapters."""
 
@@ -82,6 +87,62 @@ class FullGroup:
         for table in self._tables():
             table.clear()
         self.take_named()
+        self.take_touched()
+
+    # Rows.
+
+    def keep_rows(self) -> None:
+        """From now on remember which hashes were touched."""
+        self._touched = set()
+
+    def take_touched(self) -> Iterable[EngineHash]:
+        """Hashes touched since the last call."""
+        touched, self._touched = self._touched, None if self._touched is None else set()
+        return touched or ()
+
+    def row(self, engine_hash: EngineHash) -> BlockRow | None:
+        """What there is to keep of a hash; None: nothing."""
+        node = self._node_of(engine_hash)
+        if node is None:
+            return None
+        parent, is_first = self.tree.parent(node)
+        gpu, cpu, storage = (
+            1 + (surplus.get(engine_hash, 0) if surplus else 0) if engine_hash in held else 0
+            for held, surplus in zip(self._held, self._surplus, strict=True)
+        )
+        return BlockRow(engine_hash, self.tree.key(node), parent, is_first, (gpu, cpu, storage))
+
+    def known_hashes(self) -> Iterator[EngineHash]:
+        """Every hash that has a row."""
+        return iter({hash_ for table in (*self._held, self._ghosts) for hash_ in table})
+
+    def held_keys(self, tier: int) -> Sequence[BlockKey]:
+        """Keys that the index should have on `tier`."""
+        return self.tree.reachable_keys(tier)
+
+    def restore(self, rows: Iterable[BlockRow]) -> bool:
+        """Take over rows, which the index has already; False if some hang in the air."""
+        ready: list[tuple[Node, BlockRow]] = []
+        waiting: dict[BlockKey | None, list[BlockRow]] = {}
+        for row in rows:
+            if row.is_first and row.parent is not None:
+                ready.append((self.tree.find_or_add_root(row.parent), row))
+            else:
+                waiting.setdefault(row.parent, []).append(row)
+        while ready:
+            above, row = ready.pop()
+            if row.key is None:
+                return False
+            node = self.tree.find_or_add(above, row.key)
+            self._count_copies(row.engine_hash, node, row.copies)
+            if not any(row.copies):
+                self._ghosts[row.engine_hash] = node
+                self._ghost_hashes[node] = row.engine_hash
+            ready += [(node, child) for child in waiting.pop(row.key, ())]
+        self.changes.clear()
+        return not waiting
+
+    # Events.
 
     def track_names(self) -> None:
         """From now on remember which hashes got a key, for window groups that wait for it."""
@@ -122,6 +183,8 @@ class FullGroup:
                 self.tree.discard_root(node)
         if self._named is not None:
             self._named += hashes
+        if self._touched is not None:
+            self._touched.update(hashes)
         if self.orphans:
             self._attach_orphans(hashes)
 
@@ -134,6 +197,8 @@ class FullGroup:
     def remove(self, hashes: Sequence[EngineHash], tier: int) -> None:
         """One copy of each hash went."""
         held, surplus = self._held[tier], self._surplus[tier]
+        if self._touched is not None:
+            self._touched.update(hashes)
         for engine_hash in hashes:
             if surplus and engine_hash in surplus:
                 _decrement(surplus, engine_hash)
@@ -208,6 +273,8 @@ class FullGroup:
     def _count_known(self, hashes: Sequence[EngineHash], tier: int) -> int:
         """Count a copy of each known hash. Returns how many are not known."""
         unknown = 0
+        if self._touched is not None:
+            self._touched.update(hashes)
         for engine_hash in hashes:
             node = self._node_of(engine_hash)
             if node is not None:
@@ -249,6 +316,8 @@ class FullGroup:
         engine_hash = self._ghost_hashes.pop(node, None)
         if engine_hash is not None:
             del self._ghosts[engine_hash]
+            if self._touched is not None:
+                self._touched.add(engine_hash)
 
     def _park(self, engine_hash: EngineHash, block: ParkedBlock, tier: int) -> None:
         block.copies[tier] = 1
@@ -274,6 +343,8 @@ class FullGroup:
                 waiting.append(child)
                 if self._named is not None:
                     self._named.append(child)
+                if self._touched is not None:
+                    self._touched.add(child)
 
     def _count_copies(self, engine_hash: EngineHash, node: Node, copies: Sequence[int]) -> None:
         for tier, count in enumerate(copies):

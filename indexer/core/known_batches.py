@@ -16,6 +16,11 @@ from xxhash import xxh3_64_intdigest
 _EMPTY = 2**64 - 1
 
 
+def payload_digest(payload: bytes) -> int:
+    """What stands for a payload once it was applied."""
+    return xxh3_64_intdigest(payload)
+
+
 class KnownBatches:
     """Payload by sequence number: whole while it waits, as a digest once it was applied."""
 
@@ -38,8 +43,15 @@ class KnownBatches:
         """`payload` has had its turn."""
         slot = seq % self._slots
         self._seqs[slot] = seq
-        self._digests[slot] = xxh3_64_intdigest(payload)
+        self._digests[slot] = payload_digest(payload)
         self._see(seq, payload)
+
+    def remember(self, seq: int, digest: int) -> None:
+        """A payload of this digest had its turn in an earlier process."""
+        slot = seq % self._slots
+        self._seqs[slot] = seq
+        self._digests[slot] = digest
+        self._see(seq, b"")
 
     def is_duplicate(self, seq: int, payload: bytes) -> bool:
         """This is, byte for byte, what is known under this number."""
@@ -61,7 +73,7 @@ class KnownBatches:
         if self._seqs[slot] != seq:
             return None
         # 64 bits: a restart is taken for a duplicate once in 2**64 times.
-        return self._digests[slot] == xxh3_64_intdigest(payload)
+        return self._digests[slot] == payload_digest(payload)
 
     def _see(self, seq: int, payload: bytes) -> None:
         if seq >= self.newest:

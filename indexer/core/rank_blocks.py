@@ -14,7 +14,9 @@ Rules:
    limits nothing, and ignored.
 4. An event that contradicts itself is counted and costs only itself.
 5. A reset can't be told apart by tier or group, so it empties everything.
-6. Everything ignored is counted by reason. Reasons about events: `duplicate_hashes`,
+6. With `keeps_rows` every update carries what a restarted indexer needs of the blocks that it
+   touched; `restore` takes that over, `snapshot` tells all of it anew.
+7. Everything ignored is counted by reason. Reasons about events: `duplicate_hashes`,
    `self_parent`, `mixed_block_size`, `bad_token`, `unsupported_group`, `unaligned_tokens`; about
    blocks: `orphan_parked`, `orphan_evicted`, `unknown_placeholder`, `unknown_removal`.
 
@@ -22,9 +24,11 @@ Cost: 0.8 µs per block in long events, 3 µs to store and 1.3 µs to remove a s
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Final, TypeVar
 
+from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
 from indexer.core.block_tree import TIERS
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.full_group import FullGroup
@@ -54,6 +58,7 @@ _TIER_NUMBER: Final = {tier: number for number, tier in enumerate(TIERS)}
 _GPU: Final = Tier.GPU
 
 Group = FullGroup | WindowGroup
+Item = TypeVar("Item")
 
 
 class RankBlocks:
@@ -63,6 +68,7 @@ class RankBlocks:
         "_fulls",
         "_groups",
         "_is_cleared",
+        "_keeps_rows",
         "_masked",
         "_max_parked_blocks",
         "_model",
@@ -75,7 +81,13 @@ class RankBlocks:
     )
 
     def __init__(
-        self, *, rank: RankId, model: str, epoch: int, max_parked_blocks: int = 65_536
+        self,
+        *,
+        rank: RankId,
+        model: str,
+        epoch: int,
+        max_parked_blocks: int = 65_536,
+        keeps_rows: bool = False,
     ) -> None:
         self.rank = rank
         self.epoch = epoch
@@ -83,6 +95,7 @@ class RankBlocks:
         """Everything that was ignored or set aside, by reason."""
         self._model = model
         self._max_parked_blocks = max_parked_blocks
+        self._keeps_rows = keeps_rows
         self._groups: dict[int, Group] = {}
         self._fulls: list[FullGroup] = []
         self._windows: list[WindowGroup] = []
@@ -111,7 +124,7 @@ class RankBlocks:
         """Entries of all internal tables; 0 when nothing is held or parked: nothing leaks."""
         return sum(group.tracked_entries() for group in self._groups.values())
 
-    def apply(self, seq: int, batch: EventBatch) -> RankUpdate:
+    def apply(self, seq: int, batch: EventBatch, digest: int = 0) -> RankUpdate:
         """Apply one batch, in the order of its number. Never fails."""
         for event in batch.events:
             if isinstance(event, BlockRemoved):
@@ -122,6 +135,8 @@ class RankBlocks:
                 self._clear(event)
         if self._windows:
             self._resolve_windows()
+        if self._keeps_rows:
+            return self._update(seq, digest, self._take_changes(), self._take_rows())
         return RankUpdate(
             rank=self.rank,
             model=self._model,
@@ -129,6 +144,56 @@ class RankBlocks:
             seq=seq,
             changes=self._take_changes(),
         )
+
+    def snapshot(self, seq: int, digest: int, part_blocks: int = 4096) -> Iterator[RankUpdate]:
+        """All of it as updates of a rank that holds nothing. Don't apply anything meanwhile."""
+        specs = [group.spec for group in self._groups.values()]
+        yield self._update(seq, digest, specs, ())
+        for number, group in self._groups.items():
+            for tier_number, tier in enumerate(TIERS):
+                for keys in _parts(group.held_keys(tier_number), part_blocks):
+                    yield self._update(seq, digest, [BlocksHeld(number, tier, keys)], ())
+            for hashes in _parts(group.known_hashes(), part_blocks):
+                yield self._update(seq, digest, (), [_rows_of(number, group, hashes)])
+
+    def restore(
+        self,
+        specs: Iterable[GroupSpec],
+        rows: Mapping[int, Iterable[BlockRow]],
+        facts: RankFacts,
+    ) -> bool:
+        """Take over what an earlier process had of this epoch. False: it doesn't fit together.
+
+        Only for an object that nothing was applied to; after False it is of no use.
+        """
+        self._masked.update(facts.masked)
+        self._sized_by_gpu.update(facts.sized_by_gpu)
+        for spec in specs:
+            if not self._add_group(spec).restore(rows.get(spec.group, ())):
+                return False
+        self._new_specs.clear()
+        return True
+
+    def _update(
+        self, seq: int, digest: int, changes: Sequence[Change], rows: Sequence[GroupRows]
+    ) -> RankUpdate:
+        """With everything that a backend keeps for the next process."""
+        return RankUpdate(
+            rank=self.rank,
+            model=self._model,
+            epoch=self.epoch,
+            seq=seq,
+            changes=changes,
+            digest=digest,
+            rows=rows,
+            facts=RankFacts(tuple(self._masked), tuple(self._sized_by_gpu), self.orphans),
+        )
+
+    def _take_rows(self) -> list[GroupRows]:
+        taken = [
+            _rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
+        ]
+        return [rows for rows in taken if rows.written or rows.gone]
 
     def _remove(self, event: BlockRemoved) -> None:
         group = self._groups.get(event.group)
@@ -225,6 +290,8 @@ class RankBlocks:
             )
         else:
             group = WindowGroup(spec, model=self._model, counts=self.counts)
+        if self._keeps_rows:
+            group.keep_rows()
         self._groups[spec.group] = group
         self._fulls = [each for each in self._groups.values() if isinstance(each, FullGroup)]
         self._windows = [each for each in self._groups.values() if isinstance(each, WindowGroup)]
@@ -265,3 +332,22 @@ class RankBlocks:
 
 def _is_aligned(event: BlockStored) -> bool:
     return len(event.token_ids) == len(event.hashes) * event.block_size
+
+
+def _rows_of(number: int, group: Group, hashes: Iterable[EngineHash]) -> GroupRows:
+    written: list[BlockRow] = []
+    gone: list[EngineHash] = []
+    for engine_hash in hashes:
+        row = group.row(engine_hash)
+        if row is None:
+            gone.append(engine_hash)
+        else:
+            written.append(row)
+    return GroupRows(number, written, gone)
+
+
+def _parts(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
+    """Lists of at most `most` items each."""
+    rest = iter(items)
+    while part := list(islice(rest, most)):
+        yield part

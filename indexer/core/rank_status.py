@@ -33,6 +33,8 @@ class RankCounts:
     """Epochs opened, by reason."""
     connections: int = 0
     """Times the live socket got a peer."""
+    index_faults: Counter[str] = field(default_factory=Counter)
+    """What went wrong with the index: unavailable, full, lost, not_renewed, taken_over."""
     failures: int = 0
     """Times the subscriber had to be started anew: each one is a bug."""
 

@@ -41,6 +41,7 @@ from indexer.core.stream_effects import (
     RequestReplay,
 )
 from indexer.core.trust import RankTrust
+from indexer.core.types import Trust
 
 
 class RankStream:
@@ -92,6 +93,12 @@ class RankStream:
     @property
     def is_replaying(self) -> bool:
         return self._replay is not None
+
+    def resume(self, seq: int, digest: int, trust: Trust) -> None:
+        """Go on after batch `seq` of an earlier process, once replay has shown it again."""
+        self._next, self._doubt = seq + 1, "resume"
+        self._known.remember(seq, digest)
+        self.trust.resume(trust, at=seq + 1)
 
     # What happened.
 

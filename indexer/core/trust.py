@@ -40,6 +40,12 @@ class RankTrust:
         self._is_replay_tried = False
         """A complete replay has told all there is to tell about parents."""
 
+    def resume(self, level: Trust, *, at: int) -> None:
+        """Another process left off before number `at`; what lowered trust then still stands."""
+        self.level, self.reason, self._is_joined = level, "resumed", True
+        if level is not Trust.EXACT:
+            self._loss, self._lost_at = "resumed", at
+
     @property
     def is_healed_by_replay(self) -> bool:
         """What was refused once would be refused again; anything else is worth a replay."""

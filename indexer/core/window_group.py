@@ -12,9 +12,10 @@ Rules:
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from indexer.core.block_rows import BlockRow
 from indexer.core.block_tree import TIERS
 from indexer.core.events import BlockStored
 from indexer.core.extra_keys import split_extra_keys
@@ -27,7 +28,17 @@ from indexer.core.types import BlockKey, EngineHash
 class WindowGroup:
     """What one window or state group holds."""
 
-    __slots__ = ("_copies", "_counts", "_fresh", "_holders", "_keys", "_model", "changes", "spec")
+    __slots__ = (
+        "_copies",
+        "_counts",
+        "_fresh",
+        "_holders",
+        "_keys",
+        "_model",
+        "_touched",
+        "changes",
+        "spec",
+    )
 
     def __init__(self, spec: GroupSpec, *, model: str, counts: Counter[str]) -> None:
         self.spec = spec
@@ -42,11 +53,54 @@ class WindowGroup:
         """Per tier: how many hashes hold each key."""
         self._fresh: dict[EngineHash, None] = {}
         """Held since the last `resolve` and without a key."""
+        self._touched: set[EngineHash] | None = None
+        """Hashes whose rows may have changed; None: nobody keeps rows."""
 
     def clear(self) -> None:
         for table in self._tables():
             table.clear()
         self.changes.clear()
+        self.take_touched()
+
+    # Rows.
+
+    def keep_rows(self) -> None:
+        """From now on remember which hashes were touched."""
+        self._touched = set()
+
+    def take_touched(self) -> Iterable[EngineHash]:
+        """Hashes touched since the last call."""
+        touched, self._touched = self._touched, None if self._touched is None else set()
+        return touched or ()
+
+    def row(self, engine_hash: EngineHash) -> BlockRow | None:
+        """What there is to keep of a hash; None: nothing."""
+        gpu, cpu, storage = (copies.get(engine_hash, 0) for copies in self._copies)
+        if not (gpu or cpu or storage):
+            return None
+        key = self._keys.get(engine_hash)
+        return BlockRow(engine_hash, key, None, is_first=False, copies=(gpu, cpu, storage))
+
+    def known_hashes(self) -> Iterator[EngineHash]:
+        """Every hash that has a row."""
+        return iter({hash_ for copies in self._copies for hash_ in copies})
+
+    def held_keys(self, tier: int) -> Sequence[BlockKey]:
+        """Keys that the index should have on `tier`."""
+        return list(self._holders[tier])
+
+    def restore(self, rows: Iterable[BlockRow]) -> bool:
+        """Take over rows, which the index has already."""
+        for row in rows:
+            for tier, copies in enumerate(row.copies):
+                if copies:
+                    self._copies[tier][row.engine_hash] = copies
+            if row.key is not None:
+                self._set_key(row.engine_hash, row.key)
+        self.changes.clear()
+        return True
+
+    # Events.
 
     def tracked_entries(self) -> int:
         """Entries of all internal tables; 0 when nothing is held."""
@@ -56,6 +110,8 @@ class WindowGroup:
         """Blocks were stored, masked ones left out."""
         named = self._name(event)
         copies = self._copies[tier]
+        if self._touched is not None:
+            self._touched.update(event.hashes)
         for number, engine_hash in enumerate(event.hashes):
             if named and engine_hash not in self._keys:
                 self._set_key(engine_hash, named[number])
@@ -63,6 +119,8 @@ class WindowGroup:
 
     def recall(self, hashes: Sequence[EngineHash], tier: int) -> None:
         """Blocks were stored without tokens: only held hashes mean something."""
+        if self._touched is not None:
+            self._touched.update(hashes)
         for engine_hash in hashes:
             if any(engine_hash in copies for copies in self._copies):
                 self._count_up(self._copies[tier], engine_hash, tier)
@@ -72,6 +130,8 @@ class WindowGroup:
     def remove(self, hashes: Sequence[EngineHash], tier: int) -> None:
         """One copy of each hash went."""
         copies = self._copies[tier]
+        if self._touched is not None:
+            self._touched.update(hashes)
         for engine_hash in hashes:
             count = copies.get(engine_hash, 0)
             if count > 1:
@@ -91,6 +151,8 @@ class WindowGroup:
             key = key_of(engine_hash)
             if key is not None:
                 self._set_key(engine_hash, key)
+                if self._touched is not None:
+                    self._touched.add(engine_hash)
 
     def forget_fresh(self) -> None:
         """Every full group was asked: what has no key yet waits to be named."""
