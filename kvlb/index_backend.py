@@ -2,9 +2,11 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from balancer.router import PrefixIndex
 from indexer.core.index import BlockIndex
+from indexer.core.journal import RankJournal
 from indexer.memory_index import MemoryIndex
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
@@ -12,15 +14,24 @@ from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenIndex:
+    """What a process that writes needs."""
+
+    index: BlockIndex
+    journal: RankJournal | None
+    """The index too, if what it has outlives the process."""
+
+
 @asynccontextmanager
-async def open_index(settings: RedisSettings | None) -> AsyncIterator[BlockIndex]:
+async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]:
     """All of it: for a process that writes. Without Redis it lives in this process's memory."""
     if settings is None:
-        yield MemoryIndex()
+        yield OpenIndex(index=MemoryIndex(), journal=None)
         return
     index = RedisIndex(RedisConnection(settings))
     try:
-        yield index
+        yield OpenIndex(index=index, journal=index)
     finally:
         await index.aclose()
 

@@ -19,12 +19,11 @@ from balancer.app import App, create_app
 from balancer.core.fleet_view import RankFacts
 from balancer.routes import add_error_answers, guard
 from balancer.server import BalancerBrokenError, ListenError, serve
-from indexer.core.index import BlockIndex
 from indexer.core.rank_status import RankStatus
 from indexer.service import IndexerService
 from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
-from kvlb.index_backend import open_index, open_reader
+from kvlb.index_backend import OpenIndex, open_index, open_reader
 from kvlb.reload import Reloader
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
 from kvlb.status_server import serve_status
@@ -78,12 +77,12 @@ async def run_kvlb(
     """Index and balance until `stop` is set and running answers are finished."""
     registry = _new_registry()
     async with AsyncExitStack() as stack:
-        index = await stack.enter_async_context(open_index(settings.redis))
+        opened = await stack.enter_async_context(open_index(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
-        indexer = await _new_indexer(settings, index, registry, stack)
+        indexer = await _new_indexer(settings, opened, registry, stack)
         app = create_app(
             config=settings,
-            index=index,
+            index=opened.index,
             registry=registry,
             index_status=lambda: render_ranks(indexer),
             tracing=tracing,
@@ -150,8 +149,8 @@ async def run_indexer(
         raise SettingsError(no_redis("indexer"))
     registry = _new_registry()
     async with AsyncExitStack() as stack:
-        index = await stack.enter_async_context(open_index(settings.redis))
-        indexer = await _new_indexer(settings, index, registry, stack)
+        opened = await stack.enter_async_context(open_index(settings.redis))
+        indexer = await _new_indexer(settings, opened, registry, stack)
         admin = settings.admin
 
         def apply(changed: KvlbSettings) -> None:
@@ -221,12 +220,13 @@ def _new_registry() -> CollectorRegistry:
 
 
 async def _new_indexer(
-    settings: KvlbSettings, index: BlockIndex, registry: CollectorRegistry, stack: AsyncExitStack
+    settings: KvlbSettings, opened: OpenIndex, registry: CollectorRegistry, stack: AsyncExitStack
 ) -> IndexerService:
     indexer = IndexerService(
         config=settings.indexer,
         sources=settings.engine_sources(),
-        index=index,
+        index=opened.index,
+        journal=opened.journal,
         http=await stack.enter_async_context(httpx.AsyncClient(trust_env=False)),
     )
     registry.register(IndexerCollector(indexer))
