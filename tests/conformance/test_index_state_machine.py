@@ -8,7 +8,7 @@ window group too. A block's engine hash is a hash of the tuple of names of its p
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -22,11 +22,22 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from indexer.core.block_rows import BlockRow, RankFacts
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from indexer.core.hashing import Namespace
-from indexer.core.index import BlockIndex, PrefixMatch, Prompt, RankUpdate, StaleEpochError
+from indexer.core.index import (
+    AllDropped,
+    BlockIndex,
+    BlocksHeld,
+    GroupSpec,
+    PrefixMatch,
+    Prompt,
+    RankUpdate,
+    StaleEpochError,
+)
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.types import EngineHash, InstanceId, RankId, Tier, Trust
+from indexer.redis_index.redis_index import RedisIndex
 
 SIZE = 2
 DEPTH = 4
@@ -60,6 +71,41 @@ async def _await(awaited: Awaitable[None]) -> None:
     await awaited
 
 
+class KeptRows:
+    """What a backend should have kept for a restarted indexer."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, GroupSpec] = {}
+        self.rows: dict[int, dict[EngineHash, BlockRow]] = {}
+        self.facts = RankFacts()
+        self.seq = -1
+
+    def take(self, update: RankUpdate) -> None:
+        for change in update.changes:
+            if isinstance(change, GroupSpec):
+                self.groups[change.group] = change
+                self.rows[change.group] = {}
+            elif isinstance(change, AllDropped):
+                self.rows = {group: {} for group in self.groups}
+        for each in update.rows:
+            rows = self.rows[each.group]
+            rows.update({row.engine_hash: row for row in each.written})
+            for gone in each.gone:
+                rows.pop(gone, None)
+        self.facts = update.facts or self.facts
+        self.seq = update.seq
+
+
+def contents(blocks: RankBlocks) -> set[tuple[int, BlockRow | None, Tier | None, int]]:
+    """Every row and every key that the index should have."""
+    parts = list(blocks.snapshot(0, 0))
+    keys = [change for part in parts for change in part.changes if isinstance(change, BlocksHeld)]
+    rows = [each for part in parts for each in part.rows]
+    return {(held.group, None, held.tier, key) for held in keys for key in held.keys} | {
+        (each.group, row, None, 0) for each in rows for row in each.written
+    }
+
+
 class Life:
     """One rank: our tables, and the model."""
 
@@ -68,9 +114,15 @@ class Life:
         self.epoch = epoch
         self.is_known = False
         """The index has heard of this epoch."""
-        self.blocks = RankBlocks(rank=RANKS[at], model=MODELS[at], epoch=epoch)
+        self.blocks = self.new_blocks()
+        self.kept = KeptRows()
         self.copies: Counter[tuple[int, Tier, Path]] = Counter()
         self.seq = 0
+
+    def new_blocks(self) -> RankBlocks:
+        return RankBlocks(
+            rank=RANKS[self.at], model=MODELS[self.at], epoch=self.epoch, keeps_rows=True
+        )
 
     def holds(self, path: Path, group: int = 0) -> bool:
         return any(self.copies[group, tier, path] for tier in Tier)
@@ -165,6 +217,62 @@ class Fleet(RuleBasedStateMachine):
         self.trust.pop(RANKS[at], None)
         self.lives[at] = Life(at, self.lives[at].epoch + 1)
 
+    @rule(at=ranks)
+    def resume(self, at: int) -> None:
+        """Our process ends; another goes on with what the backend kept. Orphans aren't."""
+        life = self.lives[at]
+        if not life.is_known:
+            return
+        kept = life.kept
+        groups: Sequence[GroupSpec] = list(kept.groups.values())
+        rows: Mapping[int, Sequence[BlockRow]] = {
+            group: list(each.values()) for group, each in kept.rows.items()
+        }
+        if isinstance(self.index, RedisIndex):
+            record = self.runner.run(self.index.restore(RANKS[at], MODELS[at]))
+            assert record
+            assert {group: set(each) for group, each in record.rows.items()} == {
+                group: set(each) for group, each in rows.items()
+            }
+            assert set(record.groups) == set(groups)
+            assert (record.epoch, record.seq) == (life.epoch, kept.seq)
+            assert (record.facts, record.trust) == (kept.facts, self._trust_of(at))
+            groups, rows = record.groups, record.rows
+        restored = life.new_blocks()
+        assert restored.restore(groups, rows, kept.facts)
+        assert contents(restored) == contents(life.blocks)
+        if not life.blocks.orphans:
+            life.blocks = restored
+
+    @rule(at=ranks, part_blocks=st.integers(1, 5))
+    def rewrite(self, at: int, part_blocks: int) -> None:
+        """The backend lost the rank, and is told all of it again."""
+        life = self.lives[at]
+        if not life.is_known:
+            return
+        parts = life.blocks.snapshot(life.kept.seq, 0, part_blocks)
+        self.runner.run(self._rewrite(at, parts))
+
+    @invariant()
+    def kept_rows_are_those_of_the_tables(self) -> None:
+        for life in self.lives:
+            rows = {(group, row) for group, row, _, _ in contents(life.blocks) if row}
+            assert rows == {
+                (group, row) for group, each in life.kept.rows.items() for row in each.values()
+            }
+
+    async def _rewrite(self, at: int, parts: Iterable[RankUpdate]) -> None:
+        if isinstance(self.index, RedisIndex):
+            await self.index.rewrite(MODELS[at], self._trust_of(at), parts)
+            return
+        await self.index.retire(RANKS[at])
+        for part in parts:
+            await self.index.apply(part)
+        await self.index.set_trust(RANKS[at], self._trust_of(at))
+
+    def _trust_of(self, at: int) -> Trust:
+        return self.trust.get(RANKS[at], Trust.EXACT)
+
     @rule(at=ranks, trust=st.sampled_from(Trust))
     def set_trust(self, at: int, trust: Trust) -> None:
         self.runner.run(self.index.set_trust(RANKS[at], trust))
@@ -215,6 +323,7 @@ class Fleet(RuleBasedStateMachine):
     def _apply(self, life: Life, batch: EventBatch) -> None:
         update = life.blocks.apply(life.seq, batch)
         life.seq += 1
+        life.kept.take(update)
         self.runner.run(self.index.apply(update))
         life.is_known = True
 

@@ -127,8 +127,11 @@ async def test_equals_take_turns_and_the_busy_are_spared(
         fleet = (instance(busy, "e0"), instance(free, "e1"))
         async with balancer(*fleet) as proxy, asyncio.TaskGroup() as group:
             while not busy.received:
+                seen = len(free.received)
                 group.create_task(client.post(proxy.url + "/tokenize", json={"model": "m"}))
-                await asyncio.sleep(0.02)
+                async with asyncio.timeout(10):
+                    while not busy.received and len(free.received) == seen:
+                        await asyncio.sleep(0.005)
             for _ in range(4):
                 await client.post(proxy.url + "/tokenize", json={"model": "m"})
             release.set()
