@@ -18,7 +18,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs/cli.md").read_text()
 BLOCK = re.compile(r"^```sh ?(run|serve)? ?(up|engines)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-READY = {"up": "listens on", "simulate": "Balance over them", "events": "following"}
+READY = {
+    "up": "listens on",
+    "indexer": "listens on",
+    "balancer": "listens on",
+    "simulate": "Balance over them",
+    "events": "following",
+}
 ENGINE_PORTS = 12
 """8101 to 8112: four engines with events and replay."""
 
@@ -50,11 +56,13 @@ class Ports:
     """Free ports in the place of the documented ones."""
 
     balancer: int
+    status: int
     engines: int
 
     def put_into(self, line: str) -> str:
         """`line` as it can be run here: other ports, and no other machines."""
         line = re.sub(r"\b(8080|9000)\b", str(self.balancer), line)
+        line = re.sub(r"\b8081\b", str(self.status), line)
         line = re.sub(r"\b81(\d\d)\b", lambda found: str(self.engines + int(found[1]) - 1), line)
         return line.replace("10.0.0.", "127.0.0.")
 
@@ -62,8 +70,8 @@ class Ports:
 @pytest.fixture
 def ports(free_ports: Callable[[int], list[int]], free_range: Callable[[int], int]) -> Ports:
     """Ports for one test."""
-    (balancer,) = free_ports(1)
-    return Ports(balancer, free_range(ENGINE_PORTS))
+    balancer, status = free_ports(2)
+    return Ports(balancer, status, free_range(ENGINE_PORTS))
 
 
 @pytest.fixture
@@ -89,8 +97,9 @@ async def test_served_line_starts_and_ends(
     tmp_path: Path,
 ) -> None:
     """It says that it is ready, and ends in peace at Ctrl-C."""
-    yaml = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)[0]
-    (tmp_path / "kvlb.yaml").write_text(ports.put_into(yaml))
+    for yaml in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL):
+        name = yaml.splitlines()[0].removeprefix("# ")
+        (tmp_path / name).write_text(ports.put_into(yaml))
     line = ports.put_into(documented.line)
     async with AsyncExitStack() as stack:
         await started(documented.needs, stack, start_command, ports, environment)
