@@ -59,7 +59,10 @@ class RedisConnection:
             password=settings.password(),
             max_connections=settings.max_connections,
             timeout=longest_s,
-            socket_timeout=longest_s,
+            # `_ask` has the deadline. With one of its own the client sends by `wait_for`, which
+            # swallows a cancellation that comes as the command is sent (Python 3.11), and costs
+            # a task per command.
+            socket_timeout=None,
             socket_connect_timeout=settings.connect_timeout_s,
             retry=Retry(NoBackoff(), 0),
             client_name="kvlb",
