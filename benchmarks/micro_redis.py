@@ -44,7 +44,9 @@ class Row:
 
     def render(self) -> str:
         ratio = self.redis / self.memory
-        return f"| {self.what} | {self.redis:,.2f} | {self.memory:,.2f} | {self.unit} | {ratio:.2f} |"
+        return (
+            f"| {self.what} | {self.redis:,.2f} | {self.memory:,.2f} | {self.unit} | {ratio:.2f} |"
+        )
 
 
 @contextmanager
@@ -65,19 +67,20 @@ def redis_server() -> Iterator[str]:
 
 
 async def seconds(work: Callable[[], Awaitable[object]]) -> float:
+    """How long it took."""
     start = perf_counter()
     await work()
     return perf_counter() - start
 
 
 def percentile(times: Sequence[float], share: float) -> float:
+    """The value below which this share of them lies."""
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def update(rank: int, *changes: GroupSpec | BlocksHeld, seq: int = 0) -> RankUpdate:
-    return RankUpdate(
-        rank=RankId(ENGINE, rank), model=MODEL, epoch=1, seq=seq, changes=changes
-    )
+    """Of one rank of the engine."""
+    return RankUpdate(rank=RankId(ENGINE, rank), model=MODEL, epoch=1, seq=seq, changes=changes)
 
 
 async def fill(index: BlockIndex, prompt: Prompt, tiers: Sequence[Tier]) -> None:
@@ -147,9 +150,7 @@ async def measure_writes(indexes: Sequence[BlockIndex], *, keeps_rows: bool) -> 
     frames, blocks = encoded_stream(as_maps=True)
 
     async def write(index: BlockIndex) -> None:
-        tables = RankBlocks(
-            rank=RankId(ENGINE, 1000), model=MODEL, epoch=1, keeps_rows=keeps_rows
-        )
+        tables = RankBlocks(rank=RankId(ENGINE, 1000), model=MODEL, epoch=1, keeps_rows=keeps_rows)
         for seq, frame in enumerate(frames):
             await index.apply(tables.apply(seq, decode_batch(frame)))
         await index.retire(tables.rank)
