@@ -16,6 +16,7 @@ from indexer.core.types import RankId
 from indexer.redis_index.keys import ModelKeys, RankKeys
 from indexer.redis_index.packing import (
     GroupEntry,
+    PackedKeys,
     RankEntry,
     decode_entry,
     pack_numbers,
@@ -31,13 +32,12 @@ class Layout:
     """Ranks of one model as of one generation."""
 
     generation: bytes
-    entries: tuple[RankEntry, ...]
-    keys: tuple[str, ...]
+    keys: PackedKeys
     epochs: bytes
     program: bytes
-    block_sizes: tuple[int, ...]
-    first_sizes: tuple[int | None, ...]
-    """Of each rank: block size of its first full group."""
+    block_sizes: Sequence[int]
+    nothing_held: Sequence[tuple[RankId, PrefixMatch]]
+    """What to say of each rank that holds nothing of a prompt."""
 
     def arguments(self, prompt: Prompt, max_blocks: int) -> list[bytes]:
         """ARGV of the match script."""
@@ -48,21 +48,23 @@ class Layout:
         return [self.generation, self.epochs, self.program, *blobs]
 
     def matches(self, answer: bytes) -> dict[RankId, PrefixMatch]:
-        tokens = unpack_tokens(answer)
-        return {
-            entry.id: PrefixMatch(
-                tokens_by_tier={
-                    tier: count
-                    for tier, count in zip(TIERS, tokens[3 * at : 3 * at + 3], strict=True)
-                    if count
-                },
-                block_size=self.first_sizes[at],
-                trust=entry.trust,
-                epoch=entry.epoch,
-            )
-            for at, entry in enumerate(self.entries)
-            if tokens[3 * at] != _ABSENT
-        }
+        """What the match script's answer says."""
+        tokens = iter(unpack_tokens(answer))
+        matches = {}
+        for (rank, match), *counts in zip(self.nothing_held, tokens, tokens, tokens, strict=True):
+            if counts[0] == _ABSENT:
+                continue
+            if any(counts):
+                by_tier = {tier: count for tier, count in zip(TIERS, counts, strict=True) if count}
+                matches[rank] = PrefixMatch(
+                    tokens_by_tier=by_tier,
+                    block_size=match.block_size,
+                    trust=match.trust,
+                    epoch=match.epoch,
+                )
+            else:
+                matches[rank] = match
+        return matches
 
 
 def build_layout(
@@ -78,12 +80,11 @@ def build_layout(
     plan = _Plan(keys, entries)
     return Layout(
         generation=generation,
-        entries=tuple(entries),
-        keys=tuple(plan.keys),
+        keys=PackedKeys(plan.keys),
         epochs=msgspec.msgpack.encode([str(entry.epoch) for entry in entries]),
         program=msgspec.msgpack.encode(plan.program),
         block_sizes=tuple(plan.sizes),
-        first_sizes=tuple(_first_size(entry) for entry in entries),
+        nothing_held=tuple((entry.id, _nothing_held(entry)) for entry in entries),
     )
 
 
@@ -92,9 +93,11 @@ def _values(table: Mapping[bytes, bytes] | Sequence[bytes]) -> Sequence[bytes]:
     return list(table.values()) if isinstance(table, Mapping) else table[1::2]
 
 
-def _first_size(entry: RankEntry) -> int | None:
+def _nothing_held(entry: RankEntry) -> PrefixMatch:
     sizes = (group.block_size for group in entry.groups if group.kind is GroupKind.FULL)
-    return next(sizes, None)
+    return PrefixMatch(
+        tokens_by_tier={}, block_size=next(sizes, None), trust=entry.trust, epoch=entry.epoch
+    )
 
 
 class _Plan:

@@ -133,3 +133,19 @@ def unpack_tokens(answer: bytes) -> Sequence[int]:
     if byteorder == "big":  # pragma: no cover - no big-endian machine to run it on
         tokens.byteswap()
     return tokens
+
+
+def pack_part(part: bytes) -> bytes:
+    """One argument of a command, as it goes over the wire."""
+    return b"$%d\r\n%b\r\n" % (len(part), part)
+
+
+class PackedKeys:
+    """Keys of a script, with their number in front, ready to be sent any number of times."""
+
+    __slots__ = ("count", "packed")
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.count = len(keys)
+        parts = (str(len(keys)), *keys)
+        self.packed = b"".join([pack_part(part.encode()) for part in parts])

@@ -36,11 +36,9 @@ class RedisIndexReader:
         keys = model_keys(settings.prefix, model)
         layout = self._layouts.get(model) or build_layout(keys, _UNKNOWN, ())
         for _ in range(_MOST_TRIES):
+            arguments = layout.arguments(prompt, settings.max_lookup_blocks)
             answer = await self._connection.run(
-                self._match,
-                layout.keys,
-                layout.arguments(prompt, settings.max_lookup_blocks),
-                timeout_s=settings.read_timeout_s,
+                self._match, layout.keys, arguments, timeout_s=settings.read_timeout_s
             )
             if isinstance(answer, bytes):
                 return layout.matches(answer)
@@ -50,7 +48,7 @@ class RedisIndexReader:
 
     def _keep(self, model: str, layout: Layout) -> None:
         self._layouts.pop(model, None)
-        if layout.entries:
+        if layout.nothing_held:
             self._layouts[model] = layout
         while len(self._layouts) > _MOST_MODELS:
             del self._layouts[next(iter(self._layouts))]

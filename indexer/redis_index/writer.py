@@ -32,6 +32,7 @@ from indexer.redis_index.connection import Part, RedisConnection, Script, load_s
 from indexer.redis_index.keys import RankKeys, model_keys
 from indexer.redis_index.packing import (
     ROW_BYTES,
+    PackedKeys,
     RankEntry,
     decode_entry,
     encode_entry,
@@ -349,8 +350,9 @@ class RedisIndexWriter:
         )
 
     async def _run(self, script: Script, keys: Sequence[str], args: Sequence[Part]) -> Any:
+        parts = [part if isinstance(part, bytes) else str(part).encode() for part in args]
         timeout_s = self._connection.settings.write_timeout_s
-        return await self._connection.run(script, keys, args, timeout_s=timeout_s)
+        return await self._connection.run(script, PackedKeys(keys), parts, timeout_s=timeout_s)
 
     def _check(self, answer: object, rank: RankId, home: _Home) -> None:
         """Raise what the fence said."""

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Response
 from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.index import BlockIndex
 from indexer.memory_index import MemoryIndex
+from indexer.redis_index.redis_index import RedisIndex
 from indexer.service import IndexerService
 
 END = b"\xff" * 8
@@ -203,7 +204,13 @@ def indexing() -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService
         )
         used = index or MemoryIndex()
         async with httpx.AsyncClient() as http, asyncio.TaskGroup() as group:
-            service = IndexerService(config=config, sources=sources, index=used, http=http)
+            service = IndexerService(
+                config=config,
+                sources=sources,
+                index=used,
+                http=http,
+                journal=used if isinstance(used, RedisIndex) else None,
+            )
             running = group.create_task(service.run())
             yield service, used
             running.cancel()

@@ -4,13 +4,15 @@
 --       prompt, eight bytes each, once per block size
 -- Answers three numbers per rank, tokens by tier, 2^32-1 for a rank that isn't there any more; or,
 -- to a caller who knows another generation, the present one and the table.
+local call, sub, floor = redis.call, string.sub, math.floor
 local epochs = cmsgpack.unpack(ARGV[2])
 local ABSENT = 4294967295
 
 local function is_known()
-  if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return false end
+  local found = call('MGET', KEYS[1], unpack(KEYS, 3, 2 + #epochs))
+  if (found[1] or '') ~= ARGV[1] then return false end
   for at, epoch in ipairs(epochs) do
-    local life = redis.call('GET', KEYS[2 + at])
+    local life = found[1 + at]
     if life and life ~= epoch then return false end
     if not life then epochs[at] = false end
   end
@@ -18,7 +20,7 @@ local function is_known()
 end
 
 if not is_known() then
-  return {redis.call('GET', KEYS[1]) or '', redis.call('HGETALL', KEYS[2])}
+  return {call('GET', KEYS[1]) or '', call('HGETALL', KEYS[2])}
 end
 
 local program, at = cmsgpack.unpack(ARGV[3]), 0
@@ -44,7 +46,7 @@ local function leave_out_empty_sets(group)
   if #group.sets < 2 then return end
   local tiers, sets = {}, {}
   for each, set in ipairs(group.sets) do
-    if redis.call('EXISTS', set) == 1 then
+    if call('EXISTS', set) == 1 then
       tiers[#tiers + 1], sets[#sets + 1] = group.tiers[each], set
     end
   end
@@ -52,25 +54,35 @@ local function leave_out_empty_sets(group)
 end
 
 local function block(group, number)
-  return string.sub(group.blocks, 8 * number + 1, 8 * number + 8)
+  return sub(group.blocks, 8 * number + 1, 8 * number + 8)
 end
 
 local function is_held(group, number)
   local key = block(group, number)
   for _, set in ipairs(group.sets) do
-    if redis.call('SISMEMBER', set, key) == 1 then return true end
+    if call('SISMEMBER', set, key) == 1 then return true end
   end
   return false
 end
 
--- By bisection: held means reachable. Most ranks don't hold the first block.
+-- How many of the prompt's blocks are held, by bisection: held means reachable. Asking for several
+-- blocks per call (SMISMEMBER) takes fewer calls and more time.
 local function depth(group)
-  local low, high = 0, #group.blocks / 8
-  if #group.sets == 0 or high == 0 or not is_held(group, 0) then return 0 end
+  local blocks, set = group.blocks, group.sets[1]
+  local low, high = 0, #blocks / 8
+  if not set or high == 0 or not is_held(group, 0) then return 0 end
   low = 1
+  if #group.sets > 1 then
+    while low < high do
+      local middle = floor((low + high) / 2)
+      if is_held(group, middle) then low = middle + 1 else high = middle end
+    end
+    return low
+  end
   while low < high do
-    local middle = math.floor((low + high) / 2)
-    if is_held(group, middle) then low = middle + 1 else high = middle end
+    local middle = floor((low + high) / 2)
+    local key = sub(blocks, 8 * middle + 1, 8 * middle + 8)
+    if call('SISMEMBER', set, key) == 1 then low = middle + 1 else high = middle end
   end
   return low
 end
@@ -109,21 +121,37 @@ local function agreed_tokens(fulls, others, step)
 end
 
 local AT_ONCE = 4000
+local lists = {}
 
--- Which of these blocks the set doesn't hold.
-local function slower_than(set, keys)
-  local slower = {}
-  for from = 1, #keys, AT_ONCE do
-    local to = math.min(from + AT_ONCE - 1, #keys)
-    local answers = redis.call('SMISMEMBER', set, unpack(keys, from, to))
-    for each, answer in ipairs(answers) do
-      if answer == 0 then slower[#slower + 1] = keys[from + each - 1] end
-    end
+-- A prompt's first blocks one by one, cut up once for all ranks. There may be more in the list.
+local function listed(group, blocks)
+  local list = lists[group.blocks]
+  if not list then
+    list = {}
+    lists[group.blocks] = list
   end
-  return slower
+  for number = #list, blocks - 1 do list[number + 1] = block(group, number) end
+  return list
 end
 
--- Each of the first blocks, all held, counts at its fastest tier.
+-- Which of the first `count` of these blocks the set doesn't hold.
+local function slower_than(set, keys, count)
+  local slower, found = {}, 0
+  for from = 1, count, AT_ONCE do
+    local to = math.min(from + AT_ONCE - 1, count)
+    local answers = call('SMISMEMBER', set, unpack(keys, from, to))
+    for each = 1, to - from + 1 do
+      if answers[each] == 0 then
+        found = found + 1
+        slower[found] = keys[from + each - 1]
+      end
+    end
+  end
+  return slower, found
+end
+
+-- Each of the first blocks, all held, counts at its fastest tier. With one tier that is known; else
+-- every block has to be asked for: nothing says that a tier holds a run of them.
 local function by_tier(full, blocks)
   local counts = {0, 0, 0}
   if blocks == 0 then return counts end
@@ -132,14 +160,14 @@ local function by_tier(full, blocks)
     counts[full.tiers[1]] = blocks
     return counts
   end
-  local rest = {}
-  for number = 0, blocks - 1 do rest[number + 1] = block(full, number) end
+  local rest, left = listed(full, blocks), blocks
   for each = 1, last - 1 do
-    local slower = slower_than(full.sets[each], rest)
-    counts[full.tiers[each]] = #rest - #slower
-    rest = slower
+    local slower, found = slower_than(full.sets[each], rest, left)
+    counts[full.tiers[each]] = left - found
+    rest, left = slower, found
+    if left == 0 then return counts end
   end
-  counts[full.tiers[last]] = #rest
+  counts[full.tiers[last]] = left
   return counts
 end
 
