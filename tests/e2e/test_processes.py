@@ -298,3 +298,46 @@ async def test_two_indexers_count_once(
 
 async def is_clear(stack: Stack, prompts: Sequence[Sequence[int]]) -> bool:
     return all(not any(each.values()) for each in await stack.overlaps(prompts))
+
+
+async def test_changed_file_under_traffic_drops_nothing(stack: Stack) -> None:
+    """An instance leaves both processes and comes back; a broken file in between changes nothing."""
+    whole = yaml.safe_load(stack.config.read_text())
+    prompts = recorded_prompts(40)
+
+    async def aliases() -> list[str]:
+        shown = (await stack.http.get(f"{stack.balancer}/status")).json()["instances"]
+        return [each["alias"] for each in shown]
+
+    async def followed() -> int:
+        return len(await stack.ranks())
+
+    async def is_fleet(count: int) -> bool:
+        return len(await aliases()) == count == await followed()
+
+    async with stack.indexing() as indexer:
+        await stack.all_exact()
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(send_steadily(stack, prompts, Random(2)))  # noqa: S311
+            replace(stack.config, {**whole, "instances": whole["instances"][:3]})
+            await until(lambda: is_fleet(3))
+            replace(stack.config, {**whole, "routing": {"polcy": "kvlb"}})
+            refused = await indexer.printed("reload_refused")
+            assert await is_fleet(3)
+            replace(stack.config, whole)
+            indexer.process.send_signal(signal.SIGHUP)
+            await until(lambda: is_fleet(4))
+            await stack.all_exact()
+            sending.cancel()
+        last = await stack.complete(prompts[0])
+
+    assert "routing.polcy" in refused
+    assert set(stack.statuses) == {200}
+    assert last.status_code == 200
+
+
+def replace(config: Path, settings: dict[str, Any]) -> None:
+    """As an editor does: another file in its place."""
+    beside = config.with_suffix(".new")
+    beside.write_text(yaml.safe_dump(settings))
+    beside.replace(config)

@@ -1,0 +1,259 @@
+"""`kvlb indexer` and `kvlb balancer` around a real Redis, each as it runs, in one test process."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import yaml
+
+from indexer.redis_index.settings import RedisSettings
+from kvlb.errors import SettingsError
+from kvlb.running import ConfigFile, RunningKvlb, run_balancer, run_indexer, run_kvlb
+from kvlb.settings import KvlbSettings, Overrides, load_fleet
+from kvlb.simulated import parse_fleet, simulated_fleet
+from simulator.core.settings import EngineSettings
+
+PROMPT = {"model": "sim", "prompt": list(range(3, 131)), "max_tokens": 2}
+ELSEWHERE = {"x-forwarded-for": "203.0.113.1"}
+
+
+async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if await is_so():
+                return
+            await asyncio.sleep(0.02)
+
+
+@dataclass
+class Running:
+    """Two processes' worth of kvlb, and their file."""
+
+    balancer: str
+    indexer: str
+    file: Path
+    http: httpx.AsyncClient
+
+    async def get(self, url: str, path: str, **headers: str) -> httpx.Response:
+        return await self.http.get(url + path, headers=headers)
+
+    async def index_knows(self, ranks: int) -> None:
+        async def is_so() -> bool:
+            status = (await self.get(self.indexer, "/status")).json()
+            return len([x for x in status["ranks"] if x["trust"] == "exact"]) == ranks
+
+        await until(is_so)
+
+    async def is_available(self) -> bool:
+        answer = await self.get(self.balancer, "/ready")
+        return answer.status_code == 200 and not answer.json()["reasons"]
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[str]]:
+    """Addresses of two simulated engines."""
+    async with simulated_fleet(parse_fleet("2"), EngineSettings(inter_token_ms=1.0)) as fleet:
+        yield [engine.url for engine in fleet.engines]
+
+
+def write(file: Path, redis: RedisSettings, urls: list[str], **more: Any) -> None:
+    settings = {
+        "port": 0,
+        "redis": msgspec.to_builtins(redis),
+        "indexer": {"status_port": 0},
+        "routing": {"lookup_timeout_s": 1.0},
+        "instances": [{"url": url} for url in urls],
+        **more,
+    }
+    beside = file.with_suffix(".new")
+    beside.write_text(yaml.safe_dump(settings))
+    beside.replace(file)
+
+
+@asynccontextmanager
+async def both(file: Path) -> AsyncIterator[Running]:
+    """Run an indexer and a balancer on `file`."""
+    settings = load_fleet(file, Overrides(), {})
+    source = ConfigFile.of(file, Overrides())
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    indexer: asyncio.Future[str] = loop.create_future()
+    balancer: asyncio.Future[str] = loop.create_future()
+    async with (
+        asyncio.TaskGroup() as group,
+        httpx.AsyncClient(trust_env=False, timeout=10) as http,
+    ):
+        group.create_task(
+            run_indexer(settings, stop=stop, on_listening=indexer.set_result, file=source)
+        )
+        group.create_task(
+            run_balancer(settings, stop=stop, on_listening=balancer.set_result, file=source)
+        )
+        try:
+            yield Running(await balancer, await indexer, file, http)
+        finally:
+            stop.set()
+
+
+async def test_balancer_routes_by_what_the_indexer_wrote(
+    redis_server: Any, engines: list[str], tmp_path: Path
+) -> None:
+    """The second request's overlap comes through Redis."""
+    file = tmp_path / "kvlb.yaml"
+    write(file, redis_server.settings(), engines)
+    async with both(file) as kvlb:
+        await kvlb.index_knows(2)
+        await until(kvlb.is_available)
+        first = await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
+
+        async def is_indexed() -> bool:
+            asked = {"path": "/v1/completions", "body": PROMPT}
+            plan = (await kvlb.http.post(f"{kvlb.balancer}/explain", json=asked)).json()
+            overlaps = [each["overlap_tokens"] for each in plan["decode"]["considered"]]
+            return sorted(overlaps) == [0, 112]
+
+        await until(is_indexed)
+        second = await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
+
+    assert first.headers["x-kvlb-instance"] == second.headers["x-kvlb-instance"]
+    assert second.headers["x-kvlb-overlap-tokens"] == "112"
+
+
+async def test_indexer_shows_itself(redis_server: Any, engines: list[str], tmp_path: Path) -> None:
+    """Health, readiness and metrics to everybody, its status to operators."""
+    file = tmp_path / "kvlb.yaml"
+    write(file, redis_server.settings(), engines, admin={"api_key": "k"})
+    async with both(file) as kvlb:
+        await kvlb.index_knows(2)
+        answers = {
+            path: (await kvlb.get(kvlb.indexer, path, **ELSEWHERE)).status_code
+            for path in ("/health", "/ready", "/metrics", "/status", "/nothing")
+        }
+        metrics = (await kvlb.get(kvlb.indexer, "/metrics")).text
+        opened = await kvlb.get(kvlb.indexer, "/status", **ELSEWHERE, **{"x-api-key": "k"})
+
+    assert answers == {
+        "/health": 200,
+        "/ready": 200,
+        "/metrics": 200,
+        "/status": 401,
+        "/nothing": 404,
+    }
+    assert opened.status_code == 200
+    assert 'kvlb_rank_trust{instance="m0",rank="0",trust="exact"} 1.0' in metrics
+    assert "process_cpu_seconds_total" in metrics
+
+
+async def test_both_take_over_a_changed_file(
+    redis_server: Any, engines: list[str], tmp_path: Path
+) -> None:
+    """Fleet, admin key and routing; at SIGHUP at once."""
+    file = tmp_path / "kvlb.yaml"
+    redis = redis_server.settings()
+    write(file, redis, engines[:1])
+    async with both(file) as kvlb:
+        await kvlb.index_knows(1)
+        write(file, redis, engines, admin={"api_key": "new"})
+        os.kill(os.getpid(), signal.SIGHUP)
+        await kvlb.index_knows(2)
+
+        async def is_whole() -> bool:
+            status = (await kvlb.get(kvlb.balancer, "/status")).json()
+            return [each["available"] for each in status["instances"]] == [True, True]
+
+        await until(is_whole)
+        key = {"x-api-key": "new"}
+        indexer = await kvlb.get(kvlb.indexer, "/status", **ELSEWHERE, **key)
+        balancer = await kvlb.get(kvlb.balancer, "/status", **ELSEWHERE, **key)
+
+    assert (indexer.status_code, balancer.status_code) == (200, 200)
+
+
+async def test_both_start_without_redis(own_redis: Any, engines: list[str], tmp_path: Path) -> None:
+    """Requests are answered by load; once Redis is there, it is used."""
+    file = tmp_path / "kvlb.yaml"
+    server = own_redis()
+    write(file, server.settings(heartbeat_s=0.05), engines)
+    async with both(file) as kvlb:
+        await until(kvlb.is_available)
+        without = await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
+        server.start()
+
+        async def is_indexed() -> bool:
+            asked = {"path": "/v1/completions", "body": PROMPT}
+            plan = (await kvlb.http.post(f"{kvlb.balancer}/explain", json=asked)).json()
+            overlaps = [each["overlap_tokens"] for each in plan["decode"]["considered"]]
+            return sorted(overlaps) == [0, 112]
+
+        await until(is_indexed)
+
+    assert without.status_code == 200
+
+
+async def test_one_process_can_keep_its_index_in_redis(
+    redis_server: Any, engines: list[str], tmp_path: Path
+) -> None:
+    """`kvlb up` with a section `redis`: a later process goes on with it."""
+    file = tmp_path / "kvlb.yaml"
+    write(file, redis_server.settings(), engines)
+    settings = load_fleet(file, Overrides(), {})
+    reasons = []
+    for _ in range(2):
+        stop = asyncio.Event()
+        started: asyncio.Future[RunningKvlb] = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group, httpx.AsyncClient(trust_env=False) as http:
+            group.create_task(run_kvlb(settings, stop=stop, on_listening=started.set_result))
+            kvlb = await started
+            await until(lambda kvlb=kvlb, http=http: answers(kvlb, http))  # type: ignore[misc]
+            await until(lambda kvlb=kvlb: holds_blocks(kvlb))  # type: ignore[misc]
+            reasons.append({x.epoch_reason for x in kvlb.indexer.status() if x.held_blocks})
+            stop.set()
+
+    assert reasons == [{"started"}, {"resumed"}]
+
+
+async def answers(kvlb: RunningKvlb, http: httpx.AsyncClient) -> bool:
+    return (await http.post(f"{kvlb.url}/v1/completions", json=PROMPT)).is_success
+
+
+async def holds_blocks(kvlb: RunningKvlb) -> bool:
+    return any(each.held_blocks for each in kvlb.indexer.status())
+
+
+@pytest.mark.parametrize("run", [run_balancer, run_indexer], ids=["balancer", "indexer"])
+async def test_without_a_redis_section_it_says_what_to_do(run: Any) -> None:
+    """There is nothing to share."""
+    settings = load_fleet(None, Overrides(instances=("http://a:1",)), {})
+
+    with pytest.raises(SettingsError, match="kvlb up"):
+        await run(settings, stop=asyncio.Event(), on_listening=lambda _: None)
+
+
+async def test_status_port_in_use_names_the_option(
+    redis_server: Any, engines: list[str], tmp_path: Path
+) -> None:
+    """Two indexers on one machine."""
+    file = tmp_path / "kvlb.yaml"
+    write(file, redis_server.settings(), engines)
+    async with both(file) as kvlb:
+        port = int(kvlb.indexer.rsplit(":", 1)[1])
+        settings = with_status_port(load_fleet(file, Overrides(), {}), port)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await run_indexer(settings, stop=asyncio.Event(), on_listening=lambda _: None)
+
+    (error,) = caught.value.exceptions
+    assert isinstance(error, SettingsError)
+    assert "--status-port" in str(error)
+
+
+def with_status_port(settings: KvlbSettings, port: int) -> KvlbSettings:
+    indexer = msgspec.structs.replace(settings.indexer, status_port=port)
+    return msgspec.structs.replace(settings, indexer=indexer)
