@@ -282,7 +282,7 @@ async def test_two_indexers_count_once(
             await until(lambda: holds(stack, newer))
             await stack.http.get(f"{second}/metrics")  # it is measured when somebody looks
             entries = (await stack.http.get(f"{second}/status")).json()["index"]["entries"]
-            first_says = [each["problem"] for each in await stack.ranks()]
+            await until(lambda: stands_by(stack))
             held = sum(each["held_blocks"] for each in await stack.ranks(second))
             for engine in stack.engines:
                 await stack.http.post(f"{engine}/reset_prefix_cache")
@@ -293,7 +293,11 @@ async def test_two_indexers_count_once(
 
     assert with_two == before
     assert entries == held
-    assert all("another indexer" in each for each in first_says)
+
+
+async def stands_by(stack: Stack) -> bool:
+    """The first indexer says of each rank that another one writes it."""
+    return all("another indexer" in (each["problem"] or "") for each in await stack.ranks())
 
 
 async def is_clear(stack: Stack, prompts: Sequence[Sequence[int]]) -> bool:
