@@ -38,7 +38,7 @@ from balancer.routes import Surface, create_routes
 from balancer.token_pool import TokenPool
 from balancer.tokens import PromptReader
 from balancer.upstream import Upstream
-from indexer.core.index import BlockIndex
+from indexer.core.index import PrefixLookup
 
 DECISIONS_KEPT = 1000
 
@@ -92,7 +92,7 @@ class App:
 def create_app(
     *,
     config: BalancerConfig,
-    index: BlockIndex,
+    index: PrefixLookup,
     registry: CollectorRegistry,
     index_status: Callable[[], RankFacts] | None = None,
     surroundings: TimeAndChance | None = None,
@@ -111,7 +111,7 @@ class _Builder:
     def __init__(
         self,
         config: BalancerConfig,
-        index: BlockIndex,
+        index: PrefixLookup,
         registry: CollectorRegistry,
         surroundings: TimeAndChance,
     ) -> None:

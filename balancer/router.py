@@ -38,7 +38,7 @@ from balancer.core.policies import Policy, seeded_draw
 from balancer.core.prefill_policy import SplitFacts, is_splittable
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
-from indexer.core.index import BlockIndex, PrefixMatch, Prompt
+from indexer.core.index import PrefixLookup, PrefixMatch, Prompt
 from indexer.core.types import RankId, Trust
 
 logger = structlog.get_logger(__name__)
@@ -131,7 +131,7 @@ class Router:
     def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
-        index: BlockIndex,
+        index: PrefixLookup,
         ledger: LoadLedger,
         policy: Policy,
         settings: RoutingSettings,
