@@ -281,7 +281,9 @@ async def test_f27_ranks_that_the_fleet_does_not_have_are_ignored_and_counted(
         clock=lambda: 0.0,
     )
     models = ServedModels(base=MODEL, aliases=frozenset({MODEL}), adapters=frozenset(), cards=())
-    known = Instance(id=E0.instance, alias="m0", role=Role.MIXED, models=models)
+    known = Instance(
+        id=E0.instance, alias="m0", role=Role.MIXED, models=models, connector="none", healthy=True
+    )
     asked = GenerateRequest(
         request_id="r",
         endpoint=Endpoint.COMPLETIONS,
