@@ -55,7 +55,7 @@ e2e: $(READY) ## Tests that start real processes.
 deep: $(READY) ## Property tests with many more examples. By hand, before a release.
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "not e2e and not engine" --timeout=3600
 
-test-engine: $(READY) ## Tests against real vLLM on the CPU. Installs it (3.5 GB) unless KVLB_ENGINE_VENV names an environment with it.
+test-engine: $(READY) ## Tests against real vLLM on the CPU. Installs it (2.5 GB) unless KVLB_ENGINE_VENV names an environment with it.
 	@test -n "$$KVLB_ENGINE_VENV" || tests/real_engine/install.sh .venv-engine
 	$(BIN)/python -m pytest -m engine -rP tests/real_engine
 

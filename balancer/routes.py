@@ -15,6 +15,7 @@ import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -72,7 +73,8 @@ def create_routes(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """Build the application."""
-    api = FastAPI(
+    # Fleets often have no way out: the docs page brings its scripts along instead of a CDN's.
+    api = FastAPIOffline(
         title="kvlb",
         version=surface.version,
         description=DESCRIPTION,

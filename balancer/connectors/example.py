@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from balancer.connectors.contract import LegContext, LegRequest, NoTransferError
 from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.usage import prefill_fault
 
 
 class ExampleConnector:
@@ -27,8 +26,7 @@ class ExampleConnector:
     def decode_leg(
         self, context: LegContext, prefill_answer: Mapping[str, Any] | None
     ) -> LegRequest:
-        """The client's body as it is; that the prefill leg went well is all the answer can tell."""
-        fault = prefill_fault(prefill_answer)
-        if fault is not None:
-            raise NoTransferError(fault)
+        """The client's body as it is; that there is an answer is all it can tell."""
+        if prefill_answer is None:
+            raise NoTransferError("without a prefill answer there are no files to look for")
         return LegRequest(body=context.body)

@@ -11,7 +11,6 @@ Rules:
 Cost: one dict operation per block and prediction, in and out; a lookup is log2(blocks) of them.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -85,8 +84,14 @@ class RankPredictions:
             return 0
         if keys[-1] in covered:  # a sibling or the same prompt again: the usual case
             return len(keys) - start
-        end = bisect_left(keys, True, lo=start + 1, key=lambda key: key not in covered)
-        return end - start
+        low, high = start + 1, len(keys) - 1
+        while low < high:  # by hand: `bisect` with a key took twice as long
+            middle = (low + high) // 2
+            if keys[middle] in covered:
+                low = middle + 1
+            else:
+                high = middle
+        return low - start
 
     def clear(self) -> None:
         """Nothing is predicted any more."""

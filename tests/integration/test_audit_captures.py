@@ -14,6 +14,9 @@ from kvlb.audit.compare import audit
 from kvlb.audit.report import AuditReport, Tally, Verdict
 from kvlb.errors import KvlbError
 
+# Whole captures, many times over: seconds of work under coverage, more on a busy machine.
+pytestmark = pytest.mark.timeout(180)
+
 CAPTURES = Path(__file__).parents[1] / "captures"
 
 Rows = list[dict[str, Any]]

@@ -131,6 +131,22 @@ def test_query_names_existing_metrics(query: Query) -> None:
     assert unknown == set()
 
 
+@pytest.mark.parametrize(
+    ("expr", "unknown"),
+    [
+        pytest.param("rate(kvlb_legs_totals[5m])", "kvlb_legs_totals", id="name"),
+        pytest.param("kvlb_epochs_total + kvlb:nobody:sum", "kvlb:nobody:sum", id="recorded"),
+        pytest.param('{__name__=~"kvlb_(epochs|nobody)_total"}', "nobody", id="in-a-pattern"),
+        pytest.param("kvlb_legs_total_bucket", "kvlb_legs_total_bucket", id="no-histogram"),
+    ],
+)
+def test_a_metric_that_does_not_exist_is_found(expr: str, unknown: str) -> None:
+    """The comparison above can fail."""
+    unnamed = {name for name in names_in(expr) if base_name(name) not in METRICS}
+
+    assert unnamed == {unknown}
+
+
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.where)
 def test_query_names_existing_labels(query: Query) -> None:
     """A label nobody sets groups everything into one line, silently."""

@@ -19,6 +19,7 @@ EXAMPLES = [
     for number, block in enumerate(
         re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     )
+    if not block.startswith("# docker-compose")  # compose's own files have tests of their own
 ]
 
 

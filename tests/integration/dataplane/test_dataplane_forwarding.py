@@ -119,16 +119,23 @@ async def test_equals_take_turns_and_the_busy_are_spared(
     """A long call on one instance sends the others elsewhere."""
 
     async def slow(received: Any, wire: Any) -> None:
+        arrived.set()
         await release.wait()
         await echo(received, wire)
 
-    release = asyncio.Event()
-    async with engine(slow) as busy, engine(echo) as free:
+    async def quick(received: Any, wire: Any) -> None:
+        arrived.set()
+        await echo(received, wire)
+
+    arrived, release = asyncio.Event(), asyncio.Event()
+    async with engine(slow) as busy, engine(quick) as free:
         fleet = (instance(busy, "e0"), instance(free, "e1"))
         async with balancer(*fleet) as proxy, asyncio.TaskGroup() as group:
             while not busy.received:
+                arrived.clear()
                 group.create_task(client.post(proxy.url + "/tokenize", json={"model": "m"}))
-                await asyncio.sleep(0.02)
+                async with asyncio.timeout(10):
+                    await arrived.wait()
             for _ in range(4):
                 await client.post(proxy.url + "/tokenize", json={"model": "m"})
             release.set()
