@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from indexer.config import IndexerConfig
+from indexer.redis_index.settings import RedisSettings
 from kvlb.settings import InstanceEntry, KvlbSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -52,3 +53,14 @@ def test_every_section_of_the_file_is_documented() -> None:
     heads = {key.partition(".")[0] for key in documented()}
 
     assert {each.name for each in fields_of(KvlbSettings)} <= heads
+
+
+@pytest.mark.parametrize("field", fields_of(RedisSettings), ids=lambda each: each.name)
+def test_keys_of_redis_are_documented_with_their_defaults(field: Any) -> None:
+    """And no others."""
+    keys = {key.removeprefix("redis.") for key in documented() if key.startswith("redis.")}
+    default = documented()[f"redis.{field.name}"].split("|")[1].strip()
+
+    assert keys == {each.name for each in fields_of(RedisSettings)}
+    shown = f"{field.default:g}" if isinstance(field.default, int | float) else str(field.default)
+    assert default == ("none" if field.default is None else shown)
