@@ -33,12 +33,13 @@ from balancer.engine_client import EngineClient
 from balancer.exchange import AsgiExchange
 from balancer.fleet import FleetKeeper
 from balancer.metrics import BalancerMetrics, FleetCollector
-from balancer.router import PrefixIndex, Router
+from balancer.router import Router
 from balancer.routes import Surface, create_routes
 from balancer.token_pool import TokenPool
 from balancer.tokens import PromptReader
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
+from indexer.core.index import PrefixLookup
 
 DECISIONS_KEPT = 1000
 
@@ -100,7 +101,7 @@ class App:
 def create_app(
     *,
     config: BalancerConfig,
-    index: PrefixIndex,
+    index: PrefixLookup,
     registry: CollectorRegistry,
     index_status: Callable[[], RankFacts] | None = None,
     surroundings: TimeAndChance | None = None,
@@ -122,7 +123,7 @@ class _Builder:
     def __init__(
         self,
         config: BalancerConfig,
-        index: PrefixIndex,
+        index: PrefixLookup,
         registry: CollectorRegistry,
         surroundings: TimeAndChance,
         tracing: Tracing,

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 
@@ -39,19 +39,10 @@ from balancer.core.prefill_policy import SplitFacts, is_splittable
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.tracing import NoTracing, Tracing
-from indexer.core.index import PrefixMatch, Prompt
+from indexer.core.index import PrefixLookup, PrefixMatch, Prompt
 from indexer.core.types import RankId, Trust
 
 logger = structlog.get_logger(__name__)
-
-
-class PrefixIndex(Protocol):
-    """The read side of a `BlockIndex`."""
-
-    async def match(self, prompt: Prompt) -> Mapping[RankId, PrefixMatch]:
-        """Overlap with every rank of the prompt's model."""
-        ...
-
 
 EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
 
@@ -141,7 +132,7 @@ class Router:
     def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
-        index: PrefixIndex,
+        index: PrefixLookup,
         ledger: LoadLedger,
         policy: Policy,
         settings: RoutingSettings,

@@ -158,8 +158,14 @@ def _reasons(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
     set_aside = CounterMetricFamily(
         "kvlb_blocks_set_aside", "Blocks not used, or not yet.", labels=(*_RANK_LABELS, "reason")
     )
+    index_faults = CounterMetricFamily(
+        "kvlb_index_faults",
+        "Writes and renewals that the index failed, refused or had lost.",
+        labels=(*_RANK_LABELS, "reason"),
+    )
     for rank in ranks:
         for family, counted in (
+            (index_faults, rank.counts.index_faults),
             (gaps, rank.counts.gaps),
             (replays, rank.counts.replays),
             (epochs, rank.counts.epochs),
@@ -167,7 +173,7 @@ def _reasons(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
         ):
             for reason, number in counted.items():
                 family.add_metric([*_labels(rank), reason], number)
-    return gaps, replays, epochs, set_aside
+    return gaps, replays, epochs, set_aside, index_faults
 
 
 def _rejections(ranks: Sequence[RankStatus], ports: Sequence[PortStatus]) -> Metric:

@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from balancer.router import PrefixIndex
-from indexer.core.index import BlockIndex
+from indexer.core.index import BlockIndex, PrefixLookup
 from indexer.core.journal import RankJournal
 from indexer.memory_index import MemoryIndex
 from indexer.redis_index.connection import RedisConnection
@@ -37,7 +36,7 @@ async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]
 
 
 @asynccontextmanager
-async def open_reader(settings: RedisSettings) -> AsyncIterator[PrefixIndex]:
+async def open_reader(settings: RedisSettings) -> AsyncIterator[PrefixLookup]:
     """For a process that only looks things up. Nothing is asked of Redis yet."""
     connection = RedisConnection(settings)
     try:

@@ -161,7 +161,19 @@ class IndexSize:
     entries_by_rank: Mapping[RankId, int] = field(default_factory=dict)
 
 
-class BlockIndex(Protocol):
+class PrefixLookup(Protocol):
+    """The side of an index that a balancer needs."""
+
+    async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
+        """Overlap of `prompt` with every rank of its model that an epoch was opened for.
+
+        A rank that holds nothing of it, or hasn't stored anything yet, is present with 0 tokens.
+        Raises BlockIndexError; the deadline is the caller's.
+        """
+        ...
+
+
+class BlockIndex(PrefixLookup, Protocol):
     """Every implementation passes tests/conformance/test_block_index.py."""
 
     async def apply(self, update: RankUpdate) -> None:
@@ -174,13 +186,6 @@ class BlockIndex(Protocol):
 
     async def retire(self, rank: RankId) -> None:
         """Forget a rank that left the fleet. O(1) for readers; unknown ranks are ignored."""
-        ...
-
-    async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
-        """Overlap of `prompt` with every rank of its model that an epoch was opened for.
-
-        A rank that holds nothing of it, or hasn't stored anything yet, is present with 0 tokens.
-        """
         ...
 
     async def size(self) -> IndexSize: ...

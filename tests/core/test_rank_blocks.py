@@ -30,7 +30,7 @@ Shown = set[tuple[int, Tier, BlockKey]]
 class Rank:
     """A RankBlocks, and what an index that follows its updates would hold."""
 
-    def __init__(self, **options: int) -> None:
+    def __init__(self, **options: Any) -> None:
         self.blocks = RankBlocks(rank=RANK, model="tiny", epoch=1, **options)
         self.shown: Shown = set()
         self.specs: list[GroupSpec] = []

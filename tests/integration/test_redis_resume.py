@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, IndexUnavailableError, Prompt
+from indexer.core.rank_status import RankStatus
 from indexer.core.types import InstanceId, RankId, Trust
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
@@ -122,6 +123,7 @@ async def test_restarted_indexer_knows_what_the_old_one_knew(
     settings = redis_server.settings()
     prompts = prompts_of("i-hybrid-swa")
     answers: list[list[dict[RankId, int]]] = []
+    statuses: list[RankStatus] = []
     async with publishing() as engine:
         for payload in frames_of("i-hybrid-swa"):
             engine.publish_payload(payload, drop=True)
@@ -131,7 +133,7 @@ async def test_restarted_indexer_knows_what_the_old_one_knew(
                 opening(settings) as index,
                 indexing(source(engine), index=index) as (service, _),
             ):
-                status = await service.caught_up(R0, last)
+                statuses.append(await service.caught_up(R0, last))
                 answers.append(
                     [
                         {rank: match.tokens for rank, match in (await index.match(each)).items()}
@@ -142,7 +144,8 @@ async def test_restarted_indexer_knows_what_the_old_one_knew(
     assert len(prompts) == 100
     assert answers[0] == answers[1]
     assert sum(answer[R0] > 0 for answer in answers[0]) > 20
-    assert (status.epoch_reason, status.trust) == ("resumed", Trust.EXACT)
+    assert [each.epoch_reason for each in statuses] == ["started", "resumed"]
+    assert statuses[1].trust is Trust.EXACT
 
 
 async def test_resumed_rank_goes_on_in_its_epoch(
@@ -231,17 +234,16 @@ async def test_epoch_that_opened_after_a_restart_is_newer(
     """An engine whose events nobody had seen yet: nothing to resume, no stale epoch."""
     settings = redis_server.settings()
     async with publishing() as engine:
-        epochs = []
+        statuses = []
         for _ in range(2):
             async with (
                 opening(settings) as index,
                 indexing(source(engine), index=index) as (service, _),
             ):
-                status = await service.until(R0, lambda now: now.trust is Trust.EXACT)
-                epochs.append(status.epoch)
+                statuses.append(await service.until(R0, lambda now: now.trust is Trust.EXACT))
 
-    assert epochs[1] > epochs[0]
-    assert status.counts.failures == 0
+    assert statuses[1].epoch > statuses[0].epoch
+    assert statuses[1].counts.failures == 0
 
 
 # Two indexers.
