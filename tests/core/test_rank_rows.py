@@ -140,6 +140,19 @@ def test_restored_rank_remembers_a_block_that_went_from_the_middle() -> None:
     assert set(held.keys) == set(keys_of(1, 2, 3)[1:])
 
 
+def test_chain_under_what_cannot_be_reached_is_kept_and_told_later() -> None:
+    """It has rows at once, and credit when the hole is filled."""
+    rank = Rank()
+    rank.apply(stored(1, 2))
+    rank.apply(removed(1))
+
+    assert changes_of(rank.apply(stored(3, 4, parent=2))) == []
+    assert set(rank.rows[0]) == {1, 2, 3, 4}
+    rank.restart()
+    rank.apply(stored(1))
+    assert rank.blocks.held_blocks == 4
+
+
 def test_row_of_a_forgotten_hash_goes_with_its_last_descendant() -> None:
     """Nothing stays behind."""
     rank = Rank()
