@@ -44,7 +44,7 @@ class Resumption:
 
 
 class RankJournal(Protocol):
-    """Every implementation passes tests/conformance/test_rank_journal.py."""
+    """Tested by tests/integration/test_redis_index.py and test_redis_resume.py."""
 
     @property
     def heartbeat_s(self) -> float:
