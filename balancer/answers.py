@@ -15,7 +15,7 @@ from typing import Final
 
 from balancer.connection import UpstreamAnswer
 from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.errors import EngineError, EngineRefusedError, StreamCutError
+from balancer.core.errors import BalancerError, EngineError, EngineRefusedError, StreamCutError
 from balancer.core.fleet import Role
 from balancer.core.http_headers import Headers, drop_header, find_header, pass_answer_headers
 from balancer.core.openai_errors import render_error_event
@@ -44,6 +44,7 @@ class AnswerPasser:
         self._record = record
         self._headers = settings.headers
         self._clock = clock
+        self._passes_events = False
 
     async def pass_generated(self, decoded: DecodeAnswer, *, withhold_usage: bool) -> None:
         """Pass on the answer to a chat or completions request."""
@@ -76,6 +77,15 @@ class AnswerPasser:
         await self._exchange.write(body)
         await self._finish()
 
+    async def break_off(self, error: BalancerError) -> None:
+        """End an answer that is under way, and not as if it were complete."""
+        if self._record.ended_s is not None:
+            return
+        if self._passes_events:
+            # It may have been inside an event; a blank line more is harmless.
+            await self._exchange.write(b"\n\n" + render_error_event(error))
+        await self._exchange.abort()
+
     async def _pass_events(
         self, decoded: DecodeAnswer, headers: Headers, *, withhold_usage: bool
     ) -> None:
@@ -83,6 +93,7 @@ class AnswerPasser:
         if withhold_usage:
             headers = drop_header(headers, b"content-length")
         await self._start(decoded.answer.status, headers)
+        self._passes_events = True
         try:
             await self._pass_until_done(decoded, reader)
         except EngineError as error:

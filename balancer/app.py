@@ -83,10 +83,18 @@ class App:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Hand engines' paths to the data plane, everything else to the web framework."""
-        if scope["type"] == "http" and self._dataplane.proxies(scope["path"]):
-            await self._dataplane.handle(AsgiExchange(scope, receive, send))
-        else:
+        if scope["type"] != "http":
             await self._routes(scope, receive, send)
+            return
+        try:
+            if self._dataplane.proxies(scope["path"]):
+                await self._dataplane.handle(AsgiExchange(scope, receive, send))
+            else:
+                await self._routes(scope, receive, send)
+        except asyncio.CancelledError:
+            # Only a server that has to end cancels an answer, and nothing of the task is left to
+            # do: it would log a traceback for what the request's own line tells.
+            return
 
     def start_draining(self) -> None:
         """From now on `/ready` says no; what runs goes on."""
@@ -209,6 +217,7 @@ class _Builder:
             admin=lambda: self._config.admin,
             summary=lambda: self._config.summary(),  # noqa: PLW0108 - it may be replaced
             index_status=index_status,
+            max_body_bytes=self._config.dataplane.max_body_bytes,
             conflicts=lambda: self._conflicts,
             version=importlib.metadata.version("kvlb"),
         )

@@ -139,11 +139,20 @@ def _secret(
     value: Secret | None = getattr(settings, key)
     variable: str | None = getattr(settings, f"{key}_env")
     if variable is None:
-        if value is not None and not value.reveal():
-            raise ConfigError(f"`{where}{key}`: is empty")
-        return value
-    if value is not None and value.reveal() != environ.get(variable):
+        return None if value is None else _sendable(value.reveal(), f"`{where}{key}`: ")
+    found = environ.get(variable, "").strip()
+    if value is not None and value.reveal().strip() != found:
         raise ConfigError(f"`{where}{key}_env`: `{where}{key}` is set, too; remove one")
-    if not environ.get(variable):
+    if not found:
         raise ConfigError(f"`{where}{key}_env`: environment variable {variable} is not set")
-    return Secret(environ[variable])
+    return _sendable(found, f"`{where}{key}_env`: environment variable {variable} ")
+
+
+def _sendable(text: str, named: str) -> Secret:
+    """Return the key as a header can carry it. A client library would quote a bad one in its error."""
+    key = text.strip()  # a key read from a file often ends with a line break
+    if not key:
+        raise ConfigError(f"{named}is empty")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{named}holds characters that can't stand in a header")
+    return Secret(key)

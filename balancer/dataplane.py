@@ -11,8 +11,9 @@ Rules:
 import asyncio
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
@@ -20,7 +21,7 @@ from balancer.answers import AnswerPasser
 from balancer.connectors.contract import Connector
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
-from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError
+from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError, FleetError
 from balancer.core.fleet import Fleet
 from balancer.core.generate import read_generate
 from balancer.core.http_headers import (
@@ -41,6 +42,8 @@ from balancer.legs import DecodeAnswer, Job, Legs
 from balancer.router import Router
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
+
+_PARTING_S: Final = 0.5
 
 
 class Prompts(Protocol):
@@ -112,6 +115,7 @@ class DataPlane:
             await self._tell(error, record, passer)
         except asyncio.CancelledError:
             record.error = "cancelled"
+            await self._part(record, passer)
             raise
         except Exception as error:  # noqa: BLE001 - the outermost: a bug costs one request
             record.error = type(error).__name__
@@ -188,6 +192,16 @@ class DataPlane:
             await passer.pass_generated(decoded, withhold_usage=asks)
 
         await self._legs.carry(job, deliver)
+
+    async def _part(self, record: RequestRecord, passer: AnswerPasser) -> None:
+        """The server has to end. A client that doesn't read can't delay that."""
+        error = FleetError("this balancer is shutting down")
+        with suppress(TimeoutError, ClientGoneError):
+            async with asyncio.timeout(_PARTING_S):
+                if record.status is None:
+                    await self._tell(error, record, passer)
+                else:
+                    await passer.break_off(error)
 
     async def _tell(
         self, error: BalancerError, record: RequestRecord, passer: AnswerPasser

@@ -126,6 +126,9 @@ class EngineClient:
             raise EngineCallError("probe_timeout") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineCallError("connection_failed") from error
+        except UnicodeError:
+            # A key that is no header value. No cause: its text, which a traceback shows, is the key.
+            raise EngineCallError("connection_failed") from None
 
 
 def _refuse_failure(answer: httpx.Response) -> None:

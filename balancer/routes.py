@@ -24,6 +24,7 @@ from balancer.core.decision_log import DecisionLog
 from balancer.core.errors import (
     BadRequestError,
     BalancerError,
+    BodyTooLargeError,
     ForbiddenError,
     MethodNotAllowedError,
     ModelNotFoundError,
@@ -63,6 +64,8 @@ class Surface:
     summary: Callable[[], Mapping[str, Any]]
     """Configuration without secrets."""
     index_status: Callable[[], RankFacts]
+    max_body_bytes: int
+    """Of what `/explain` is asked."""
     conflicts: Callable[[], Sequence[str]]
     """Sentences about instances that can't hand over to each other."""
     version: str
@@ -98,6 +101,7 @@ def add_error_answers(api: FastAPI) -> None:
 
 
 def _add_model_routes(api: FastAPI, surface: Surface) -> None:
+    @api.head("/v1/models", include_in_schema=False)
     @api.get("/v1/models", tags=["public"])
     async def list_models() -> Response:
         """Every model and adapter that can be asked for now, each once."""
@@ -113,6 +117,7 @@ def _add_model_routes(api: FastAPI, surface: Surface) -> None:
 
 
 def _add_process_routes(api: FastAPI, surface: Surface) -> None:
+    @api.head("/health", include_in_schema=False)
     @api.get("/health", tags=["public"])
     async def health() -> Response:
         """200 while the process is alive, whatever the engines do; 503 if it has to be restarted."""
@@ -120,6 +125,7 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
             return _json({"status": "broken"}, 503)
         return _json({"status": "ok"})
 
+    @api.head("/ready", include_in_schema=False)
     @api.get("/ready", tags=["public"])
     async def ready() -> Response:
         """200 if requests can be routed, else 503 with what keeps instances out."""
@@ -166,7 +172,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
         `{"path": ..., "body": {...}}`.
         """
         fleet = surface.fleet()
-        asked = read_explain_request(await request.body(), path, fleet)
+        asked = read_explain_request(await _read_body(request, surface.max_body_bytes), path, fleet)
         prompt = await surface.reader.read(fleet, asked)
         plan = await surface.router.explain(fleet, asked, prompt)
         return _json({"model": asked.model, **render_plan(plan, prompt)})
@@ -191,6 +197,15 @@ EXPLAIN_BODY = {
         },
     }
 }
+
+
+async def _read_body(request: Request, limit_bytes: int) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit_bytes:
+            raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
+    return bytes(body)
 
 
 def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRequest:

@@ -6,6 +6,7 @@ simulated engines can share one process.
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,9 @@ from balancer.app import App
 BACKLOG = 4096
 CLIENT_KEEP_ALIVE_S = 75
 """Above the idle limits of common clients, so that they close idle connections, not we."""
+
+TOLD_ELSEWHERE = ("ASGI callable returned without completing", "Cancel %s running task")
+"""Of an answer that was broken off, the request's own log line says more than uvicorn's text."""
 
 logger = structlog.stdlib.get_logger(__name__)
 
@@ -77,7 +81,7 @@ async def serve(
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
     )
-    with listener:
+    with listener, _without_told():
         async with asyncio.TaskGroup() as group:
             watchers = [
                 group.create_task(_watch(server, app, stop, listener, on_listening)),
@@ -95,6 +99,20 @@ async def serve(
                 watcher.cancel()
     if app.broken.is_set():
         raise BalancerBrokenError("the balancer can't go on; its last log lines say why")
+
+
+@contextlib.contextmanager
+def _without_told() -> Iterator[None]:
+    uvicorn_log = logging.getLogger("uvicorn.error")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(TOLD_ELSEWHERE)
+
+    uvicorn_log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        uvicorn_log.removeFilter(is_news)
 
 
 async def _watch(

@@ -14,6 +14,7 @@ from balancer.core.breaker import Breaker
 from balancer.core.control_errors import EngineCallError, TokenizeRefusedError
 from balancer.core.control_settings import TokensSettings
 from balancer.core.fleet import Fleet
+from balancer.core.prompt_limits import PromptLimits, find_model_tokens
 from balancer.core.prompt_shape import (
     ChatShape,
     IdsShape,
@@ -63,6 +64,9 @@ class PromptReader:
     ) -> None:
         """`engine` None: engines are never asked. `clock` is monotonic."""
         self._deadline_s = settings.deadline_s
+        self._limits = PromptLimits(
+            max_prompts=settings.max_prompts, max_tokens=settings.max_prompt_tokens
+        )
         self._pool = pool
         self._engine = (
             EngineTokens(settings, engine, clock) if engine and settings.engine_fallback else None
@@ -71,14 +75,21 @@ class PromptReader:
     async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
         """Find the request's tokens. Never raises for what the request or an engine does."""
         try:
+            self._limits.check_count(request)
             shape = shape_prompt(request)
             if isinstance(shape, IdsShape):
                 ids = [truncate_ids(each, shape.truncation) for each in shape.prompts]
-                return PromptView(prompts=_prompts(request, ids), source="ids")
+                return PromptView(prompts=self._pack(fleet, request, ids), source="ids")
             tokens, source = await self._tokenize(fleet, request, shape)
-            return PromptView(prompts=_prompts(request, tokens), source=source)
+            return PromptView(prompts=self._pack(fleet, request, tokens), source=source)
         except UnscorableError as error:
             return PromptView(unscorable=error.reason.value)
+
+    def _pack(
+        self, fleet: Fleet, request: GenerateRequest, ids: Sequence[Sequence[int]]
+    ) -> tuple[Prompt, ...]:
+        self._limits.check_lengths(map(len, ids), find_model_tokens(fleet, request.model))
+        return _prompts(request, ids)
 
     async def _tokenize(
         self, fleet: Fleet, request: GenerateRequest, shape: TextShape | ChatShape

@@ -150,8 +150,9 @@ async def _get(
         return await http.get(
             source.instance + path, headers=headers, timeout=config.http_timeout_s
         )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise InstanceUnreachableError(f"{source.instance}: {error!r}") from error
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        # Its type alone: the text of some holds the headers, and so the key.
+        raise InstanceUnreachableError(f"{source.instance}: {type(error).__name__}") from error
 
 
 def _parse_published(body: object) -> Mapping[int, _Published]:

@@ -45,7 +45,8 @@ InstanceOption = Annotated[
     typer.Option(
         metavar="URL[,NAME=VALUE…]",
         help="An engine: `http://host:port`, then any of `events=tcp://…`, `replay=tcp://…`, "
-        "`role=prefill|decode|mixed`, `alias=…`, `ranks=N`. Repeatable.",
+        "`role=prefill|decode|mixed`, `alias=…`, `connector=NAME`, `ranks=N`, `rank_base=N`. "
+        "Repeatable.",
     ),
 ]
 ConfigOption = Annotated[
@@ -240,7 +241,7 @@ def demo(
     turns: Annotated[int, typer.Option(min=4, max=12)] = 6,
     format: FormatOption = Format.TEXT,  # noqa: A002 - the option's name
 ) -> None:
-    """Watch cache-aware routing beside round robin on a simulated 2P2D fleet. About a minute.
+    """Watch cache-aware routing beside round robin on a simulated 2P2D fleet. Takes about 40 seconds.
 
     Exits 1 unless kvlb's cached ratio is at least 1.5 times and its median time to first token at
     most 0.7 times round robin's, answers are equal, and prefill legs were both run and skipped.
@@ -270,6 +271,9 @@ def load(
     requests: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many requests; else at Ctrl-C.")
     ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait for the balancer to list a model.")
+    ] = 60,
 ) -> None:
     """Send demo conversations to a balancer, to watch it in Grafana.
 
@@ -281,7 +285,12 @@ def load(
     from kvlb.load import load as run
 
     options = LoadOptions(
-        url=url.rstrip("/"), model=model, conversations_per_s=rate, seed=seed, requests=requests
+        url=url.rstrip("/"),
+        model=model,
+        conversations_per_s=rate,
+        seed=seed,
+        requests=requests,
+        wait_s=wait,
     )
     run(options)
 
@@ -337,7 +346,10 @@ def explain(
     ] = None,
     format: FormatOption = Format.TEXT,  # noqa: A002 - the option's name
 ) -> None:
-    """Ask a running balancer where it would send a request, and why. Nothing is sent to engines.
+    """Ask a running balancer where it would send a request, and why. Nothing is generated.
+
+    If it has no tokenizer for the model, the balancer sends the text to an engine's /tokenize;
+    nothing else goes to engines.
 
     From another machine set KVLB_ADMIN_API_KEY.
 
@@ -365,7 +377,8 @@ def audit(
 ) -> None:
     """Replay recorded traffic and compare our predictions with what the engines reported.
 
-    Exits 1 if a request sent alone (phase `serial`) was mispredicted without an explanation.
+    Exits 1 if a request sent alone (phase `serial`) was mispredicted without an explanation, or if
+    nothing could be compared.
     """
     from kvlb.audit.command import audit_files
 

@@ -4,12 +4,14 @@ Rules:
 
 1. The first part is the engine's address; every other part is `name=value`, each name once.
 2. An error names the part at fault and what would be right there.
-3. The value is what a configuration file would hold under `instances:`; checking values against
+3. No message repeats a password or a key; a key has no place on the command line at all.
+4. The value is what a configuration file would hold under `instances:`; checking values against
    the settings' types is left to `kvlb.settings`, so both ways in give the same answers.
 
 Cost: none worth naming; runs once per option.
 """
 
+import re
 from difflib import get_close_matches
 from urllib.parse import urlsplit
 
@@ -19,11 +21,16 @@ ENDPOINTS = ("events", "replay")
 NUMBERS = ("ranks", "rank_base")
 WORDS = ("role", "alias", "connector")
 NAMES = (*ENDPOINTS, *WORDS, *NUMBERS)
+KEY = re.compile(
+    r",\s*[a-z_-]*(key|token|secret|password)[a-z_-]*\s*=.*", re.IGNORECASE | re.DOTALL
+)
+CREDENTIALS = re.compile(r"(?<=://).*@|^(?!.*://).*@", re.DOTALL)
 ROLES = ("prefill", "decode", "mixed")
 
 
 def parse_instance(text: str) -> dict[str, object]:
     """Read one `--instance` value into the keys of an `instances:` entry."""
+    _refuse_secrets(text)
     url, *parts = (part.strip() for part in text.split(","))
     entry: dict[str, object] = {"url": _checked_url(url, text)}
     for part in parts:
@@ -38,6 +45,21 @@ def parse_instance(text: str) -> dict[str, object]:
             raise SettingsError(f"--instance {text}: {name!r} is given twice")
         entry[name] = _checked_value(name, value, text)
     return entry
+
+
+def _refuse_secrets(text: str) -> None:
+    shown = KEY.sub("", text)
+    safe = CREDENTIALS.sub("***@", shown)
+    if shown != text:
+        raise SettingsError(
+            f"--instance {safe}: everybody on this machine could see a key here; name the variable "
+            "that holds it with `api_key_env` in the file, or set KVLB_ENGINE_API_KEY"
+        )
+    if safe != text:
+        raise SettingsError(
+            f"--instance {safe}: an instance address holds no credentials; use `api_key_env` in "
+            "the file"
+        )
 
 
 def _checked_url(url: str, text: str) -> str:

@@ -9,15 +9,15 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import structlog
 
-from kvlb.errors import PeerError
+from kvlb.errors import PeerError, SettingsError
 from kvlb.event_loop import run_command, stop_event
 from kvlb.logs import configure_logs
 from simulator.workload import Conversation, WorkloadShape, conversations
@@ -43,6 +43,8 @@ class LoadOptions:
     """Stop after so many; None: never."""
     report_s: float = 10.0
     timeout_s: float = 300.0
+    wait_s: float = 60.0
+    """For a model to be listed."""
 
 
 @dataclass(slots=True)
@@ -73,12 +75,23 @@ class LoadCounts:
             await self.changed.wait()
 
 
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_address = False
+    if not is_address:
+        raise SettingsError("--url: not a balancer's address; write http://host:port")
+
+
 class _TurnFailedError(Exception):
     """A turn brought no answer; the text says why."""
 
 
 def load(options: LoadOptions) -> None:
     """Send traffic until SIGINT, SIGTERM or `options.requests`."""
+    _check_url(options.url)
     configure_logs()
     counts = run_command(send_load(options))
     if not counts.answered and counts.failed:
@@ -128,6 +141,8 @@ class _Sender:
 
     def __init__(self, options: LoadOptions, http: httpx.AsyncClient, counts: LoadCounts) -> None:
         self._options = options
+        self._reason = "no answer"
+        """Why there is no model yet."""
         self._http = http
         self._counts = counts
         self._room = asyncio.Semaphore(MOST_CONVERSATIONS)
@@ -145,14 +160,34 @@ class _Sender:
                 await asyncio.sleep(next_s - time.monotonic())
 
     async def _find_model(self) -> str:
-        """Wait until the balancer lists a model."""
-        while True:
-            # Whatever is wrong with the answer, the fleet isn't there yet.
-            with suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
-                answer = await self._http.get(f"{self._options.url}/v1/models")
-                return str(answer.json()["data"][0]["id"])
-            _logger.info("model_awaited", url=self._options.url)
-            await asyncio.sleep(MODEL_PAUSE_S)
+        """Wait until the balancer lists a model. Raises PeerError after `wait_s`."""
+        options = self._options
+        try:
+            async with asyncio.timeout(options.wait_s):
+                while (model := await self._ask_model()) is None:
+                    _logger.info("model_awaited", url=options.url, reason=self._reason)
+                    await asyncio.sleep(MODEL_PAUSE_S)
+        except TimeoutError as error:
+            raise PeerError(
+                f"{options.url} listed no model within {options.wait_s:g} s (--wait): {self._reason}"
+            ) from error
+        return model
+
+    async def _ask_model(self) -> str | None:
+        """The first model listed; None, and the reason noted, while the fleet isn't there yet."""
+        try:
+            answer = await self._http.get(f"{self._options.url}/v1/models")
+        except httpx.HTTPError as error:
+            self._reason = str(error) or type(error).__name__
+            return None
+        if answer.status_code != httpx.codes.OK:
+            self._reason = f"status {answer.status_code}"
+            return None
+        try:
+            return str(answer.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            self._reason = "the answer lists no model"
+            return None
 
     async def _converse(self, conversation: Conversation, model: str) -> None:
         try:

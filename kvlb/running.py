@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import httpx
 import msgspec
+import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from balancer.app import App, create_app
@@ -28,6 +29,8 @@ from kvlb.reload import Reloader
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
 from kvlb.status_server import serve_status
 from kvlb.trace_export import open_tracing
+
+_logger = structlog.get_logger(__name__)
 
 NOT_OF_THE_BALANCER = frozenset({"indexer"})
 NOT_OF_THE_INDEXER = frozenset(
@@ -236,6 +239,8 @@ async def _new_indexer(
 async def _serve_balancer(
     app: App, settings: KvlbSettings, stop: asyncio.Event, on_listening: Callable[[str], None]
 ) -> None:
+    if not any(each.role.answers_clients for each in settings.instances):
+        _logger.warning("no_instance_answers_clients", hint="add one of role decode or mixed")
     try:
         await serve(
             app,

@@ -13,21 +13,20 @@ Environment: KVLB_HOST, KVLB_PORT, KVLB_REDIS_URL, KVLB_REDIS_PASSWORD, KVLB_ADM
 KVLB_ENGINE_API_KEY.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from balancer.config import BalancerConfig, check_config
 from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
-from indexer.core.endpoints import check_endpoint
+from indexer.core.endpoints import EndpointError, bindable, check_endpoint, offset_port
 from indexer.redis_index.settings import RedisSettings
 from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.instance_option import parse_instance
+from kvlb.yaml_file import read_yaml
 
 NO_ENGINES = (
     "no engine to balance over; name one with --instance http://host:port or list them under "
@@ -106,13 +105,14 @@ def load_settings(
 ) -> KvlbSettings:
     """Read, join and check all settings, or raise SettingsError that names what to change."""
     source = f"{config}: " if config else ""
-    values = _read_file(config) if config else {}
+    values = read_yaml(config) if config else {}
     _apply_environment(values, environ)
     _apply_overrides(values, overrides)
     _name_redis_password(values, environ)
     try:
         decoded = decode_settings(values, KvlbSettings, where="")
         checked = check_config(decoded, environ)
+        _check_streams(checked)
         _check_redis(checked.redis, environ)
     except ConfigError as error:
         raise SettingsError(f"{source}{error}") from error
@@ -129,24 +129,42 @@ def load_fleet(
     return settings
 
 
+def _check_streams(settings: KvlbSettings) -> None:
+    """Refuse two instances that would follow one stream: one's blocks would be taken for both's."""
+    followed: dict[str, list[tuple[str | None, str]]] = {}
+    for number, each in enumerate(settings.instances):
+        where = f"instances[{number}]"
+        for stream, topic in _streams(each, settings.indexer.shared_bind, where):
+            others = followed.setdefault(stream, [])
+            for other_topic, other in others:
+                if other != where and (None in {topic, other_topic} or topic == other_topic):
+                    what = "with the same topic" if topic and other_topic else "already"
+                    raise ConfigError(f"`{where}.events`: {stream} is {other}'s {what}")
+            others.append((topic, where))
+
+
+def _streams(
+    entry: InstanceEntry, shared_bind: str | None, where: str
+) -> Iterator[tuple[str, str | None]]:
+    """Endpoint of each rank that `entry` tells of, and the topic where we bind."""
+    events, direction, topic = entry.events, entry.direction, entry.topic
+    if events is None and topic is not None and shared_bind is not None:
+        events, direction = shared_bind, "bind"
+    if events is None:
+        return
+    for local in range(entry.ranks or 1):
+        try:
+            endpoint = offset_port(events, entry.rank_base + local)
+        except EndpointError as error:
+            raise ConfigError(f"`{where}.events`: {error}") from error
+        is_ours = direction == "bind"
+        yield (bindable(endpoint), topic) if is_ours else (endpoint, None)
+
+
 def _check_redis(redis: RedisSettings | None, environ: Mapping[str, str]) -> None:
     name = redis.password_env if redis else None
     if name is not None and not environ.get(name):
         raise ConfigError(f"`redis.password_env`: environment variable {name} is not set")
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: is not YAML: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise SettingsError(f"{path}: holds no keys; begin with `instances:`")
-    return values
 
 
 def _apply_environment(values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -158,13 +176,14 @@ def _apply_environment(values: dict[str, Any], environ: Mapping[str, str]) -> No
         values["port"] = int(port)
     if url := environ.get("KVLB_REDIS_URL"):
         _section(values, "redis")["url"] = url
-    if key := environ.get("KVLB_ENGINE_API_KEY"):
-        values["engine_api_key"] = key
-        values.pop("engine_api_key_env", None)
-    if key := environ.get("KVLB_ADMIN_API_KEY"):
+    # By name, so that what is wrong with one is said of the variable.
+    if environ.get("KVLB_ENGINE_API_KEY"):
+        values.pop("engine_api_key", None)
+        values["engine_api_key_env"] = "KVLB_ENGINE_API_KEY"
+    if environ.get("KVLB_ADMIN_API_KEY"):
         admin = _section(values, "admin")
-        admin["api_key"] = key
-        admin.pop("api_key_env", None)
+        admin.pop("api_key", None)
+        admin["api_key_env"] = "KVLB_ADMIN_API_KEY"
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Overrides) -> None:

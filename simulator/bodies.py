@@ -13,6 +13,8 @@ from simulator.core.errors import InvalidBodyError, RequestRefusedError
 from simulator.core.types import RemotePrefill
 
 _LONGEST_SALT = 1024
+_MOST_CHOICES = 128
+"""Twice the seats of a simulated engine; vLLM's own limit is VLLM_MAX_N_SEQUENCES."""
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -24,6 +26,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     stop: str | list[str] | None = None
@@ -142,7 +145,8 @@ def check_generation(body: GenerationBody) -> None:
         raise InvalidBodyError(
             "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
         )
-    _check_range("n", body.n, least=1)
+    _check_range("n", body.n, least=1, most=_MOST_CHOICES)
+    _check_range("best_of", body.best_of, least=1, most=_MOST_CHOICES)
     _check_range("max_tokens", body.output_limit_tokens, least=1)
     _check_range("min_tokens", body.min_tokens, least=0)
     if body.temperature is not None and body.temperature < 0:
@@ -210,9 +214,13 @@ def _flatten(block_ids: object) -> tuple[int, ...]:
     return tuple(block_ids)
 
 
-def _check_range(name: str, value: int | None, *, least: int) -> None:
-    if value is not None and value < least:
+def _check_range(name: str, value: int | None, *, least: int, most: int | None = None) -> None:
+    if value is None:
+        return
+    if value < least:
         raise RequestRefusedError(f"{name} must be at least {least}, got {value}.", param=name)
+    if most is not None and value > most:
+        raise RequestRefusedError(f"{name} must be at most {most}, got {value}.", param=name)
 
 
 def _field_of(message: str) -> str | None:

@@ -108,6 +108,10 @@ class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     breaker_failures: PositiveInt = 3
     """Failed calls in a row after which an instance's /tokenize is left alone."""
     breaker_cool_down_s: PositiveFloat = 5.0
+    max_prompts: PositiveInt = 64
+    """A request with more prompts is routed by load."""
+    max_prompt_tokens: PositiveInt = 1_000_000
+    """So is one with more tokens over all its prompts."""
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -113,7 +113,9 @@ def is_splittable(body: Mapping[str, Any], prompts: int) -> bool:
     """
     if prompts > 1 or (not prompts and _names_several_prompts(body.get("prompt"))):
         return False  # only the first prompt's transfer parameters come back
-    if body.get("prompt_logprobs") is not None or body.get("use_beam_search"):
+    if _wants_several_answers(body):
+        return False  # later ones would read what the prefill leg's one child left (NIXL)
+    if body.get("prompt_logprobs") is not None:
         return False  # the decode engine would compute the whole prompt again
     if body.get("echo") and body.get("logprobs") is not None:
         return False  # asks for logprobs of the prompt under another name
@@ -125,7 +127,15 @@ def is_splittable(body: Mapping[str, Any], prompts: int) -> bool:
 def _names_several_prompts(prompt: object) -> bool:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or len(prompt) < 2:
         return False
-    return not all(isinstance(token, int) for token in prompt)
+    return not isinstance(prompt[0], int)  # a look at each of millions would hold up the loop
+
+
+def _wants_several_answers(body: Mapping[str, Any]) -> bool:
+    """Engines make a child request of each; a hand-over serves one."""
+    if body.get("use_beam_search"):
+        return True
+    counts = (body.get("n"), body.get("best_of"))
+    return any(count is not None and count != 1 for count in counts)
 
 
 def _is_refused(body: Mapping[str, Any]) -> bool:

@@ -3,17 +3,20 @@
 Rules:
 
 1. A key that no struct has is refused with its full path and the nearest key that exists.
-2. A value of the wrong type or out of range is refused with its full path.
+2. A value of the wrong type or out of range is refused with its full path; infinity and NaN are
+   out of every range, and of a choice the valid ones are listed.
 3. Nothing is guessed: no key is ignored, renamed or completed.
 
 Cost: one walk over the data before msgspec decodes it; done once at start or reload.
 """
 
+import math
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import msgspec
@@ -99,8 +102,27 @@ def _join(where: str, key: str) -> str:
 
 def _refuse_unknown_keys(data: object, type_: object, where: str) -> None:
     """Walk `data` beside its type; msgspec would name the key but not the nearest valid one."""
-    for walk in (_walk_struct, _walk_items, _walk_values):
+    if isinstance(data, float) and not math.isfinite(data):
+        raise ConfigError(f"`{where}`: Expected a finite number, got `{data}`")
+    for walk in (_walk_struct, _walk_items, _walk_values, _check_choice):
         walk(data, type_, where)
+
+
+def _check_choice(data: object, type_: object, where: str) -> None:
+    choice = _option(type_, lambda each: bool(_choices(each)))
+    if choice is None or not isinstance(data, str) or data in _choices(choice):
+        return
+    valid = ", ".join(f"`{each}`" for each in _choices(choice))
+    raise ConfigError(f"`{where}`: Invalid enum value {data!r}; valid here: {valid}")
+
+
+def _choices(type_: object) -> Sequence[str]:
+    """The strings that an enumeration or a literal type allows; none for any other type."""
+    if typing.get_origin(type_) is typing.Literal:
+        return typing.get_args(type_)
+    if isinstance(type_, type) and issubclass(type_, StrEnum):
+        return list(type_)
+    return ()
 
 
 def _walk_struct(data: object, type_: object, where: str) -> None:

@@ -16,13 +16,13 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 def parse_instance_id(url: str) -> InstanceId:
     """Normalise `url`. Raises ValueError that says what is wrong with it."""
     stripped = url.strip()
+    if "@" in stripped:  # before anything that repeats the address in its message
+        raise ValueError("an instance address holds no credentials; use `api_key`")
     if "://" not in stripped:
         raise ValueError(f"{url!r} has no scheme; write `http://{stripped}`")
     parts = urlsplit(stripped)
     if parts.scheme not in DEFAULT_PORTS:
         raise ValueError(f"{url!r}: scheme must be http or https")
-    if parts.username is not None:
-        raise ValueError("an instance address holds no credentials; use `api_key`")
     if parts.path not in {"", "/"} or parts.query or parts.fragment:
         raise ValueError(f"{url!r}: only scheme, host and port; no path or query")
     try:

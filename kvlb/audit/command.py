@@ -5,15 +5,29 @@ from pathlib import Path
 from rich.console import Console
 
 from kvlb.audit.compare import audit
-from kvlb.audit.report import render_table
+from kvlb.audit.report import AuditReport, render_table
 
 
 def audit_files(events: Path, requests: Path, as_json: bool) -> int:
-    """Print the audit of one capture; 1 if a request sent alone was missed without a cause."""
+    """Print the audit of one capture; 1 if it has missed without a cause, or compared nothing."""
     report = audit(events, requests)
     console = Console(soft_wrap=as_json)
     if as_json:
         console.print(report.to_json(), markup=False, highlight=False)
     else:
         console.print(render_table(report))
+    if not report.requests:
+        Console(stderr=True, soft_wrap=True).print(
+            f"kvlb audit: nothing was compared: {_absence(report)}", markup=False, highlight=False
+        )
+        return 1
     return 0 if report.is_explained else 1
+
+
+def _absence(report: AuditReport) -> str:
+    if not report.rows:
+        return "the requests file holds no request"
+    if not report.events["batches"]:
+        return "the events file holds no event batch"
+    counts = (f"{count} {reason}" for reason, count in report.not_comparable.items())
+    return f"not one request is comparable ({', '.join(counts)})"

@@ -50,7 +50,7 @@ class _Audit:
         }
         self._engines = read_engines(capture, _first_payloads(live))
         self._loras = _event_loras(self._records)
-        self._placed = [self._place(row) for row in capture.requests]
+        self._placed = [self._place(position, row) for position, row in enumerate(capture.requests)]
         self._sent = [placed.sent for placed in self._placed if placed.sent is not None]
 
     def report(self) -> AuditReport:
@@ -62,7 +62,7 @@ class _Audit:
         rows = [self._judge(placed, forecasts) for placed in self._placed]
         return build_report(rows, self._event_counts())
 
-    def _place(self, row: RequestRow) -> _Placed:
+    def _place(self, position: int, row: RequestRow) -> _Placed:
         engine = self._engines[row.src]
         ranks = {rank.rank for rank in self._records if rank.instance == row.src}
         if not ranks:
@@ -74,7 +74,7 @@ class _Audit:
             return _Placed(row, rank, None, incomparable_reason(row) or reason)
         body = row.body or {}
         sent = Sent(
-            i=row.i,
+            position=position,
             rank=rank,
             path=row.path,
             body=body,
@@ -91,7 +91,7 @@ class _Audit:
     def _judge(self, placed: _Placed, forecasts: Mapping[int, Forecast]) -> Row:
         row, sent = placed.row, placed.sent
         verdict, rule = Verdict.NOT_COMPARABLE, None
-        forecast = None if sent is None else forecasts[sent.i]
+        forecast = None if sent is None else forecasts[sent.position]
         reported = reported_tokens(row)
         if placed.reason is None and sent and forecast and reported is not None:
             verdict, rule = self._compare(sent, forecast, reported)
@@ -124,7 +124,9 @@ class _Audit:
             loads_remote=engine.loads_remote,
             saves_remote=engine.saves_remote,
             drafts=engine.drafts,
-            neighbours=[o for o in self._sent if o.rank == sent.rank and o.i != sent.i],
+            neighbours=[
+                o for o in self._sent if o.rank == sent.rank and o.position != sent.position
+            ],
             producers=[o for o in self._sent if self._saves_for(o, sent)],
         )
 

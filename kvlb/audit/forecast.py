@@ -135,7 +135,7 @@ class RankReplay:
 def forecast_rank(
     rank: RankId, model: str, batches: Sequence[TimedBatch], asked: Sequence[Sent]
 ) -> dict[int, Forecast]:
-    """Forecasts by request number, for the requests `asked` of one rank."""
+    """Forecasts by position in the capture, for the requests `asked` of one rank."""
     return asyncio.run(_RankTimeline(rank, model, asked).run(batches))
 
 
@@ -171,7 +171,7 @@ class _RankTimeline:
             await self._send(following)
             following = next(waiting, None)
         self._finish()
-        return {each.sent.i: each.forecast for each in self._all}
+        return {each.sent.position: each.forecast for each in self._all}
 
     async def _send(self, sent: Sent) -> None:
         prompt = Prompt(sent.namespace, sent.tokens)

@@ -27,7 +27,8 @@ MEDIA_PARTS = ("image", "audio", "video", "input_image", "input_audio")
 class Sent:
     """One request, as it was known when it was sent."""
 
-    i: int
+    position: int
+    """Its place among the capture's requests: the recorder's own numbers may repeat."""
     rank: RankId
     path: str
     body: Mapping[str, Any]
@@ -71,13 +72,13 @@ def incomparable_reason(row: RequestRow) -> str | None:
 def reported_tokens(row: RequestRow) -> int | None:
     """Cached tokens as the engine reported them; None if it reported none."""
     usage = row.usage or {}
-    for details in ("prompt_tokens_details", "input_tokens_details"):
-        if isinstance(found := usage.get(details), Mapping) and _is_count(
-            found.get("cached_tokens")
-        ):
-            return int(found["cached_tokens"])
-    if _is_count(usage.get("cache_read_input_tokens")):
-        return int(usage["cache_read_input_tokens"])
+    figures = [usage.get("cache_read_input_tokens")]
+    for details in ("input_tokens_details", "prompt_tokens_details"):
+        if isinstance(found := usage.get(details), Mapping):
+            figures.insert(0, found.get("cached_tokens"))
+    figure = next((each for each in figures if each is not None), None)
+    if figure is not None:
+        return _count(figure)
     return 0 if row.path in COMPLETIONS_PATHS else None
 
 
@@ -106,6 +107,10 @@ def find_rank(row: RequestRow, ranks: Sequence[int]) -> RankId | None:
     if number not in ranks and number < len(ranks):
         number = ranks[number]
     return RankId(InstanceId(row.src), number)
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _is_count(value: object) -> bool:

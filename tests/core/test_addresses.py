@@ -42,10 +42,14 @@ def test_what_is_no_address_is_refused(url: str, message: str) -> None:
         parse_instance_id(url)
 
 
-def test_credentials_are_not_repeated() -> None:
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:hunter2@host", "me:hunter2@host", "ftp://me:hunter2@host", "http://me:hunter2@"],
+)
+def test_credentials_are_not_repeated(url: str) -> None:
     """A password in a refused address stays out of the message."""
     with pytest.raises(ValueError, match="credentials") as raised:
-        parse_instance_id("http://me:hunter2@host")
+        parse_instance_id(url)
 
     assert "hunter2" not in str(raised.value)
 

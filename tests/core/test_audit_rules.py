@@ -46,7 +46,7 @@ def sent(
     salt: str | None = None,
 ) -> Sent:
     return Sent(
-        i=i,
+        position=i,
         rank=RANK,
         path=path,
         body=body or {},

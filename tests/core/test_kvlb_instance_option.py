@@ -68,3 +68,25 @@ def test_any_text_is_an_entry_or_a_settings_error(text: str) -> None:
         return
 
     assert set(entry) <= {"url", *NAMES}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("http://user:hunter2@h:1", "http://***@h:1: ", id="password"),
+        pytest.param(
+            "http://user:hun,ter2/@h:1,role=x", "http://***@h:1,role=x: ", id="odd-password"
+        ),
+        pytest.param("user:hunter2@h:1", "***@h:1: ", id="no-scheme"),
+        pytest.param("http://h:1,api_key=hunter2", "http://h:1: ", id="key"),
+        pytest.param("http://h:1, Api-Key = hun,ter2", "http://h:1: ", id="odd-key"),
+        pytest.param("http://h:1,token=hunter2,role=decode", "http://h:1: ", id="token"),
+    ],
+)
+def test_secret_is_refused_and_not_repeated(text: str, says: str) -> None:
+    """The message points at where a key belongs."""
+    with pytest.raises(SettingsError, match="`api_key_env`") as caught:
+        parse_instance(text)
+
+    assert str(caught.value).startswith(f"--instance {says}")
+    assert "ter2" not in str(caught.value)

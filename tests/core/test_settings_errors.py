@@ -1,5 +1,9 @@
 """Settings are decoded strictly, and refused by the key's own name."""
 
+import math
+from enum import StrEnum
+from typing import Literal
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -147,3 +151,55 @@ def test_a_key_is_taken_or_refused_never_ignored(key: str) -> None:
         return
     with pytest.raises(ConfigError, match="unknown key"):
         decode_settings({key: None}, Inner, where="x")
+
+
+class Colour(StrEnum):
+    """A choice."""
+
+    RED = "red"
+    BLUE = "blue"
+
+
+class Choices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sections with choices."""
+
+    colour: Colour | None = None
+    size: Literal["big", "small"] = "big"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        pytest.param(
+            {"colour": "rde"},
+            "`colour`: Invalid enum value 'rde'; valid here: `red`, `blue`",
+            id="enumeration",
+        ),
+        pytest.param(
+            {"size": "tiny"},
+            "`size`: Invalid enum value 'tiny'; valid here: `big`, `small`",
+            id="literal",
+        ),
+        pytest.param({"size": 3}, "`size`: Expected `str`, got `int`", id="other-type"),
+    ],
+)
+def test_wrong_choice_lists_the_valid_ones(data: object, message: str) -> None:
+    """Nobody should have to look them up."""
+    with pytest.raises(ConfigError) as raised:
+        decode_settings(data, Choices, where="")
+
+    assert str(raised.value) == message
+
+
+def test_right_choice_is_taken() -> None:
+    """By its value."""
+    assert decode_settings({"colour": "red", "size": "small"}, Choices, where="") == Choices(
+        colour=Colour.RED, size="small"
+    )
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_number_must_be_finite(number: float) -> None:
+    """YAML has `.inf` and `.nan`; no limit or time may be either."""
+    with pytest.raises(ConfigError, match=r"`many\[0\].limit_s`: Expected a finite number"):
+        decode_settings({"many": [{"limit_s": number}]}, Outer, where="")

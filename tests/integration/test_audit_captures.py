@@ -609,3 +609,76 @@ def test_the_command_lists_what_it_cannot_explain(
 
     assert audit_files(lossy, requests, as_json=False) == 1
     assert "Without a known cause" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("events", "requests", "says"),
+    [
+        pytest.param(True, False, "the requests file holds no request", id="no-requests"),
+        pytest.param(False, True, "the events file holds no event batch", id="no-events"),
+        pytest.param(False, False, "the requests file holds no request", id="nothing"),
+    ],
+)
+def test_an_audit_of_nothing_fails(
+    events: bool, requests: bool, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 and one line: a recording that went wrong must not look like a success."""
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    recorded = files("h-lora")
+
+    code = audit_files(
+        recorded[0] if events else empty, recorded[1] if requests else empty, as_json=True
+    )
+
+    assert code == 1
+    assert capsys.readouterr().err == f"kvlb audit: nothing was compared: {says}\n"
+
+
+def test_an_audit_without_comparable_requests_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reasons, counted."""
+    events, requests = files("h-lora")
+    refused = tmp_path / "refused"
+    rows = [json.loads(line) for line in gzip.decompress(requests.read_bytes()).splitlines()]
+    refused.write_text(
+        "".join(
+            json.dumps(row | {"status": 500} if row["kind"] == "request" else row) + "\n"
+            for row in rows
+        )
+    )
+
+    assert audit_files(events, refused, as_json=False) == 1
+    assert "not one request is comparable (" in (said := capsys.readouterr().err)
+    assert "status" in said
+
+
+@pytest.mark.parametrize("figure", ["48", 48.5, True], ids=repr)
+def test_a_cached_figure_that_is_no_count_is_not_compared(
+    figure: object, audit_rows: AuditRows
+) -> None:
+    """Nor taken for a missing one, which would mean 0."""
+    events, requests = load("h-lora")
+    bent = [
+        row | {"usage": row["usage"] | {"prompt_tokens_details": {"cached_tokens": figure}}}
+        if row["kind"] == "request" and row.get("usage")
+        else row
+        for row in requests
+    ]
+
+    report = audit_rows(events, bent)
+
+    assert report.requests == 0
+    assert report.not_comparable["no_cached_figure"] >= 11
+
+
+def test_rows_with_one_number_are_told_apart(audit_rows: AuditRows) -> None:
+    """Two recordings in one file begin to count anew."""
+    events, requests = load("h-lora")
+
+    report = audit_rows(
+        events, [row | {"i": 0} if row["kind"] == "request" else row for row in requests]
+    )
+
+    assert report.exact == audit(*files("h-lora")).exact

@@ -411,3 +411,13 @@ async def test_status_can_be_guarded(
             }
 
     assert answers == {"/health": 200, "/metrics": 200, "/status": 403}
+
+
+@pytest.mark.parametrize("key", ["bro\nken-key#", "ké-key#"], ids=["control", "not-ascii"])
+async def test_key_that_cannot_be_sent_shows_in_no_error(key: str, engine_http: Any) -> None:
+    """What the client library says of it quotes the header."""
+    async with engine_http() as engine:
+        with pytest.raises(InstanceUnreachableError) as raised:
+            await find(InstanceSource(url=engine.url, api_key=key))
+
+    assert key[-2:] not in str(raised.value)

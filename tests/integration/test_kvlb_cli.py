@@ -221,3 +221,20 @@ def test_demo_prints_its_report_and_its_verdict_is_the_exit_code(
     assert "FAIL" in capsys.readouterr().out
     assert print_report(report, as_json=True) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        pytest.param("up", ("connector=", "rank_base="), id="up"),
+        pytest.param("explain", ("/tokenize",), id="explain"),
+        pytest.param("demo", ("about 40 seconds",), id="demo"),
+        pytest.param("load", ("--wait",), id="load"),
+    ],
+)
+def test_help_names_what_matters(command: str, says: tuple[str, ...]) -> None:
+    """Parts of an engine's line, where prompts may go, how long it takes."""
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+
+    for words in says:
+        assert words in shown

@@ -5,10 +5,12 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
-from kvlb.errors import PeerError
+from kvlb.errors import PeerError, SettingsError
+from kvlb.event_loop import run_command
 from kvlb.load import LoadCounts, LoadOptions, load, send_load
 from kvlb.simulated import parse_fleet, simulated_fleet
 from simulator.core.settings import EngineSettings
@@ -126,3 +128,33 @@ def test_nothing_answered_is_an_error() -> None:
     """For whoever tries it out with a wrong address."""
     with pytest.raises(PeerError, match="no request was answered"):
         load(options("http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize(
+    "url", ["notaurl", "127.0.0.1:8080", "http://", "http://h:port", "http://h:0"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    """Before anything is sent."""
+    with pytest.raises(SettingsError, match="--url"):
+        load(options(url))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        pytest.param(b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n", "status 503", id="status"),
+        pytest.param(b"", "disconnected", id="closed"),
+        pytest.param(stream("{}"), "no model", id="no-list"),
+    ],
+)
+def test_waiting_for_a_model_ends_with_the_reason(
+    answer: bytes, says: str, endpoint: Endpoint
+) -> None:
+    """A wrong address would be asked for ever."""
+
+    async def send() -> None:
+        async with endpoint(answer) as url:
+            await send_load(replace(options(url, model=None), wait_s=0.2))
+
+    with pytest.raises(PeerError, match=f"no model within 0.2 s .*{says}"):
+        run_command(send())

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 from rich.console import Console
+from structlog.testing import capture_logs
 
 from balancer.core.control_settings import TokensSettings
 from kvlb.demo.report import DemoReport, judge
@@ -264,3 +265,17 @@ def test_bug_inside_task_groups_stays_a_bug() -> None:
 
     with pytest.raises(BaseExceptionGroup):
         run_command(fail())
+
+
+async def test_fleet_that_answers_no_client_is_warned_of() -> None:
+    """It starts, and says at once what is missing; `/ready` says it, too."""
+    settings = load_settings(
+        None, Overrides(instances=("http://127.0.0.1:9,role=prefill",), port=0), {}
+    )
+    with capture_logs() as logs:
+        async with running_kvlb(settings) as kvlb, httpx.AsyncClient(trust_env=False) as http:
+            ready = await http.get(f"{kvlb.url}/ready")
+
+    assert "no_instance_answers_clients" in [each["event"] for each in logs]
+    assert ready.status_code == 503
+    assert "none answers clients" in ready.text

@@ -277,3 +277,134 @@ def test_fleet_without_instances_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(NoEnginesError, match=r"kvlb\.yaml.*instances"):
         load_fleet(path, NOTHING, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        pytest.param("engine_api_key: '%s'", "`engine_api_key`", id="engines"),
+        pytest.param(
+            "instances: [{url: 'http://a:1', api_key: '%s'}]", "`instances[0].api_key`", id="one"
+        ),
+        pytest.param("admin: {api_key: '%s'}", "`admin.api_key`", id="admin"),
+    ],
+)
+@pytest.mark.parametrize(
+    "key", [pytest.param("kéy-1", id="not-ascii"), pytest.param("k\u00a0y-1", id="no-break-space")]
+)
+def test_key_that_is_no_header_value_is_refused_unseen(
+    text: str, place: str, key: str, tmp_path: Path
+) -> None:
+    """Its place is named; a client library would have quoted it in a log."""
+    with pytest.raises(SettingsError) as caught:
+        load(text % key, tmp_path)
+
+    assert place in str(caught.value)
+    assert "y-1" not in str(caught.value)
+
+
+def test_key_of_the_environment_that_is_no_header_value_is_refused_unseen(tmp_path: Path) -> None:
+    """The variable is named."""
+    with pytest.raises(SettingsError, match="environment variable ODD holds") as caught:
+        load("engine_api_key_env: ODD", tmp_path, ODD="one\ntwo")
+
+    assert "two" not in str(caught.value)
+
+
+def test_white_space_around_a_key_is_no_part_of_it(tmp_path: Path) -> None:
+    """A file that a variable was filled from ends with a line break."""
+    text = "{engine_api_key_env: X, admin: {api_key: ' a '}}"
+
+    settings = load(text, tmp_path, X="e\n")
+
+    assert settings.engine_api_key == Secret("e")
+    assert settings.admin.api_key == Secret("a")
+
+
+ONE_STREAM = [
+    pytest.param("events: 'tcp://h:5557'", "events: 'tcp://h:5557'", id="same"),
+    pytest.param("events: 'tcp://h:5556', ranks: 2", "events: 'tcp://h:5557'", id="second-rank"),
+    pytest.param(
+        "events: 'tcp://h:5557', direction: bind, topic: a",
+        "events: 'tcp://*:5557', direction: bind",
+        id="bound-and-one-without-topic",
+    ),
+    pytest.param(
+        "events: 'tcp://*:5557', direction: bind, topic: a",
+        "events: 'tcp://*:5557', direction: bind, topic: a",
+        id="bound-with-one-topic",
+    ),
+    pytest.param("topic: a", "topic: a", id="shared-port-and-one-topic"),
+]
+
+
+def two_instances(first: str, second: str) -> str:
+    return (
+        "{indexer: {shared_bind: 'tcp://*:5600'}, "
+        f"instances: [{{url: 'http://a:1', {first}}}, {{url: 'http://b:1', {second}}}]}}"
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), ONE_STREAM)
+def test_two_instances_cannot_share_a_stream(first: str, second: str, tmp_path: Path) -> None:
+    """Blocks of one would be taken for the other's; both are named."""
+    with pytest.raises(SettingsError, match=r"instances\[1\]\.events.*instances\[0\]'s"):
+        load(two_instances(first, second), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(
+            "events: 'tcp://h:5557'",
+            "events: 'tcp://h:5557', rank_base: 1",
+            id="ranks-of-one-group",
+        ),
+        pytest.param("topic: a", "topic: b", id="topics"),
+        pytest.param("role: prefill", "role: decode", id="asked-of-the-engines"),
+    ],
+)
+def test_streams_that_differ_are_no_mistake(first: str, second: str, tmp_path: Path) -> None:
+    """The endpoint of a data-parallel group is the same for all of its ranks, the ports are not."""
+    assert len(load(two_instances(first, second), tmp_path).instances) == 2
+
+
+def test_rank_without_a_port_is_refused(tmp_path: Path) -> None:
+    """The highest rank's port must exist."""
+    with pytest.raises(SettingsError, match=r"instances\[0\]\.events.*rank 1"):
+        load("instances: [{url: 'http://a:1', events: 'tcp://h:65535', ranks: 2}]", tmp_path)
+
+
+def test_repeated_key_is_refused_with_its_lines(tmp_path: Path) -> None:
+    """The second would silently win."""
+    with pytest.raises(SettingsError, match="line 3: key `port` is in line 1 already"):
+        load("port: 1\nhost: h\nport: 2\n", tmp_path)
+
+
+def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
+    """That is what `<<` is for, and it may be written twice."""
+    text = """
+instances:
+  - &first {url: "http://a:1", role: decode}
+  - &second {url: "http://b:1", connector: none}
+  - {<<: *first, <<: *second, url: "http://c:1"}
+"""
+    assert load(text, tmp_path).instances[2].id == "http://c:1"
+
+
+@pytest.mark.parametrize("url", ["u:hunter2@a:1", "ftp://u:hunter2@a:1", "http://u:hunter2@a:1/x"])
+def test_password_in_an_address_of_the_file_is_not_repeated(url: str, tmp_path: Path) -> None:
+    """Whatever else is wrong with the address."""
+    with pytest.raises(SettingsError, match="credentials") as caught:
+        load(f"instances: [{{url: '{url}'}}]", tmp_path)
+
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["KVLB_ENGINE_API_KEY", "KVLB_ADMIN_API_KEY"])
+def test_unusable_key_of_the_usual_variable_is_named_by_it(variable: str) -> None:
+    """The file has no key to change."""
+    with pytest.raises(SettingsError, match=f"environment variable {variable} holds") as caught:
+        load_settings(None, NOTHING, {variable: "one\ntwo"})
+
+    assert "two" not in str(caught.value)

@@ -88,6 +88,7 @@ def bench() -> Bench:
         pd: PdSettings | None = None,
         policy: Any = "kvlb",
         ledger: LocalLedger = ledger,
+        index: ScriptedIndex = index,
     ) -> Router:
         return Router(
             index=index,
@@ -473,6 +474,51 @@ async def test_several_prompts_are_matched_each(bench: Bench) -> None:
 
     assert route.plan.decode.candidate.overlap_tokens == 320
     assert route.plan.reason is Reason.NOT_SPLITTABLE
+
+
+async def test_several_answers_are_not_split(bench: Bench) -> None:
+    """Four choices come from decode, none from a prefill leg (X2)."""
+    route = await bench.build(pd=PD_ALLOWED).route(PD, request(body={"n": 4}), view())
+
+    assert route.plan.prefill is None
+    assert route.plan.reason is Reason.NOT_SPLITTABLE
+
+
+@dataclass(slots=True)
+class InstantIndex(ScriptedIndex):
+    """Answers without ever waiting, as an index in memory does."""
+
+    asked: int = 0
+
+    async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:  # noqa: ARG002
+        self.asked += 1
+        return {}
+
+
+MANY = PromptView(prompts=view().prompts * 5, source="ids")
+
+
+async def test_others_get_a_turn_between_prompts(bench: Bench) -> None:
+    """One client's many prompts don't hold up everybody's streams."""
+    index = InstantIndex()
+    turns: list[int] = []
+    asyncio.get_running_loop().call_soon(lambda: turns.append(index.asked))
+
+    await bench.build(index=index).route(PAIR, request(), MANY)
+
+    assert turns == [1]
+    assert index.asked == 5
+
+
+async def test_deadline_ends_the_lookup_of_many_prompts(bench: Bench) -> None:
+    """Even if no single lookup waits for anything."""
+    index = InstantIndex()
+    hurried = RoutingSettings(lookup_timeout_s=1e-9)
+
+    await bench.build(hurried, index=index).route(PAIR, request(), MANY)
+
+    assert bench.lookups == ["timeout"]
+    assert index.asked < 5
 
 
 async def test_nobody_has_to_listen_to_lookups(bench: Bench) -> None:

@@ -404,6 +404,8 @@ async def test_adapter_is_served_under_its_name(api: Api) -> None:
             {"prompt": "a" * 8000, "max_tokens": 500}, 400, "requested 500", id="answer-too-long"
         ),
         pytest.param({"prompt": "a", "n": 0}, 400, "n must be", id="no-choice"),
+        pytest.param({"prompt": "a", "n": 129}, 400, "n must be at most 128, got 129", id="n"),
+        pytest.param({"prompt": "a", "best_of": 129}, 400, "best_of must be at most", id="best-of"),
         pytest.param({"prompt": "a", "temperature": -1}, 400, "temperature", id="temperature"),
         pytest.param({"prompt": "a", "top_p": 0}, 400, "top_p", id="top-p"),
         pytest.param({"prompt": "a", "cache_salt": ""}, 400, "cache_salt", id="empty-salt"),

@@ -96,6 +96,8 @@ class StubEngine:
     """Paths that never answer."""
     hold: asyncio.Event | None = None
     """Completions wait for it."""
+    streams_forever: bool = False
+    """Completions are a stream of one event that doesn't end."""
     received: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     url: str = ""
     server: Any = None
@@ -119,6 +121,14 @@ class StubEngine:
             return
         if self.hold is not None and path == "/v1/completions":
             await self.hold.wait()
+        if self.streams_forever and path == "/v1/completions":
+            headers_sent = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers_sent})
+            event = b'data: {"choices": []}\n\n'
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
         status, answer = self._answer(path)
         has_key = headers.get("authorization") == f"Bearer {self.api_key}"
         if self.api_key and path.startswith("/v1") and not has_key:

@@ -140,7 +140,36 @@ async def test_drain_ends_in_time(engine: Any, balancer_factory: Any) -> None:
             await engine.wait_for_calls("/v1/completions", 1)
             balancer.stop.set()
 
-    assert running.result() != 200
+    assert running.result() == 503
+
+
+async def test_drain_limit_ends_a_stream_honestly(
+    engine: Any, balancer_factory: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error event, a broken connection, the request's own log line and no traceback."""
+    engine.streams_forever = True
+    config = {"instances": [{"url": engine.url}], "drain_s": 1}
+    with capture_logs() as logs:
+        async with balancer_factory(config) as balancer:
+            await balancer.available()
+            body = {**IDS, "stream": True}
+            received: list[str] = []
+            async with balancer.http.stream("POST", "/v1/completions", json=body) as answer:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await read_lines(answer, received, balancer.stop)
+
+    done = [each for each in logs if each["event"] == "request_done"]
+    events = [line for line in received if line]
+    assert "shutting down" in events[-1]
+    assert [(each["status"], each["error"]) for each in done] == [(200, "cancelled")]
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
+
+
+async def read_lines(answer: httpx.Response, received: list[str], stop: asyncio.Event) -> None:
+    """Ask for the end as soon as something has come."""
+    async for line in answer.aiter_lines():
+        received.append(line)
+        stop.set()
 
 
 async def outcome(http: httpx.AsyncClient, body: Any) -> int | str:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from balancer.core.control_errors import EngineCallError
 from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.fleet import Fleet, Instance
-from balancer.core.probe_state import ProbeAnswer
+from balancer.core.probe_state import ProbeAnswer, ProbeOutcome
 from balancer.engine_client import EngineClient
 from balancer.fleet import FleetKeeper
 from indexer.core.types import InstanceId
@@ -387,3 +387,13 @@ async def test_ranks_that_could_not_be_asked_for_are_asked_for_again(
         running.cancel()
 
     assert instance.is_available
+
+
+@pytest.mark.parametrize("key", ["bro\nken-key#", "ké-key#"], ids=["control", "not-ascii"])
+async def test_key_that_cannot_be_sent_shows_in_no_reason(key: str, engine: Any) -> None:
+    """What the client library says of it quotes the header."""
+    instance = engine.settings().id
+    async with EngineClient(api_keys={instance: key}, timeout_s=5) as client:
+        answer = await client.probe(instance)
+
+    assert answer == ProbeAnswer(outcome=ProbeOutcome.FAILED, reason="connection_failed")

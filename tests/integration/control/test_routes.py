@@ -1,6 +1,7 @@
 """What the balancer itself answers, over a real server."""
 
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -278,3 +279,42 @@ async def test_docs_page_needs_no_network(balancer_factory: Any) -> None:
     assert "https://" not in page
     assert len(own) >= 2
     assert [answer.status_code for answer in answers] == [200] * len(own)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
+async def test_head_is_answered_as_get_without_a_body(path: str, balancer: Any) -> None:
+    """Some load balancers probe with it."""
+    got = await balancer.http.get(path)
+    head = await balancer.http.head(path)
+
+    assert (got.status_code, head.status_code) == (200, 200)
+    assert head.content == b""
+    assert head.headers["content-length"] == got.headers["content-length"]
+
+
+async def test_explain_refuses_what_the_data_plane_would(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """A body over the limit, announced or not."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b" " * 80
+        yield b" " * 80
+
+    config = {"instances": [{"url": engine.url}], "dataplane": {"max_body_bytes": 100}}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        whole = await balancer.http.post("/explain", content=b" " * 101)
+        chunked = await balancer.http.post("/explain", content=pieces())
+
+    assert (whole.status_code, chunked.status_code) == (413, 413)
+    assert whole.json()["error"]["code"] == "body_too_large"
+
+
+async def test_explain_tells_that_a_prompt_is_too_long(balancer: Any) -> None:
+    """The stub's card says 2,048: its engine would refuse more."""
+    long = {"model": "tiny", "prompt": list(range(2049))}
+
+    answer = await balancer.http.post("/explain?path=/v1/completions", json=long)
+
+    assert answer.json()["prompt"]["unscorable"] == "too_long"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from balancer.core.fleet import Fleet
 from balancer.core.prompt_shape import TextShape, UnscorableError
 from balancer.core.request import GenerateRequest
 from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
@@ -52,7 +53,7 @@ async def test_local_ids_are_those_of_the_real_engine(
     compared = 0
 
     for step in recorded(name):
-        view = await reader.read(fleet=None, request=make_request(step["body"]))  # type: ignore[arg-type]
+        view = await reader.read(Fleet(), make_request(step["body"]))
         assert view.unscorable is None, step["label"]
         assert same_tokens(view.prompts[0], step["tokenize"]), step["label"]
         compared += 1
@@ -69,6 +70,31 @@ async def test_ids_are_used_as_they_are(
     assert view.source == "ids"
     assert [prompt.tokens for prompt in view.prompts] == [2, 1]
     assert view.prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        pytest.param([[1]] * 400_000, "too_many_prompts", id="prompts"),
+        pytest.param([[-1] * 5, [1] * 6], "too_long", id="ids"),
+        pytest.param("a b c d e f g h i j k l", "too_long", id="text"),
+    ],
+)
+async def test_too_much_is_neither_packed_nor_hashed(
+    prompt: Any,
+    reason: str,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    tokenizer_directory: str,
+) -> None:
+    """One client's huge request mustn't hold up the others: it is routed by load."""
+    reader = make_reader(models={"tiny": tokenizer_directory}, max_prompts=4, max_prompt_tokens=10)
+
+    view = await reader.read(fleet_of(), make_request({"prompt": prompt}))
+
+    assert view.unscorable == reason
+    assert view.prompts == ()
 
 
 @pytest.mark.parametrize(
