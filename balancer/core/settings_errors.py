@@ -65,7 +65,10 @@ def decode_settings(data: object, type_: type[T], *, where: str) -> T:
 
 
 def encode_custom(value: object) -> object:
-    """For `msgspec.to_builtins(..., enc_hook=encode_custom)`: secrets leave as asterisks."""
+    """For `msgspec.to_builtins(..., enc_hook=encode_custom)`: secrets leave as asterisks.
+
+    Raises NotImplementedError for other types: msgspec's word for a value it can't encode.
+    """
     if isinstance(value, Secret):
         return SECRET_HINT
     raise NotImplementedError(f"can't encode {type(value).__name__}")

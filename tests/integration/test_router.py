@@ -24,7 +24,7 @@ from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.router import Router
 from indexer.core.hashing import Namespace
-from indexer.core.index import IndexSize, PrefixMatch, Prompt, RankUpdate
+from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId, Tier, Trust
 
@@ -55,18 +55,6 @@ class ScriptedIndex:
             )
             for rank, tokens in self.held_tokens.items()
         }
-
-    async def apply(self, update: RankUpdate) -> None:
-        raise NotImplementedError
-
-    async def set_trust(self, rank: RankId, trust: Trust) -> None:
-        raise NotImplementedError
-
-    async def retire(self, rank: RankId) -> None:
-        raise NotImplementedError
-
-    async def size(self) -> IndexSize:
-        raise NotImplementedError
 
 
 @dataclass(slots=True)
