@@ -1,6 +1,6 @@
 """The indexer's settings and where its streams come from. Frozen, checked, units in the names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -62,10 +62,11 @@ class InstanceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.alias or self.instance
 
     def has_streams_of(self, other: "InstanceSource") -> bool:
-        """Is this the same instance, followed the same way? Its key may be another."""
-        return msgspec.structs.replace(self, api_key=None) == msgspec.structs.replace(
-            other, api_key=None
-        )
+        """Is this the same instance, followed the same way? Its key and name may be others."""
+        return self._anonymous() == other._anonymous()  # noqa: SLF001 - of its own class
+
+    def _anonymous(self) -> "InstanceSource":
+        return msgspec.structs.replace(self, api_key=None, alias=None)
 
 
 class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,8 +111,8 @@ class RankSource:
     """Where the events of one rank come from: everything resolved."""
 
     rank: RankId
-    alias: str
-    """The instance's name in metrics."""
+    alias: str = field(compare=False)
+    """The instance's name in metrics. Another one makes no other stream."""
     model: str
     """Base model."""
     events: str

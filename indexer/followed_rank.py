@@ -4,6 +4,7 @@ A rank that another process writes is left to it until that one is gone.
 """
 
 import asyncio
+from dataclasses import replace
 
 import structlog
 import zmq.asyncio
@@ -38,6 +39,11 @@ class FollowedRank:
         self._counts = RankCounts()
         self._problem: str | None = None
         self._writer, self._subscriber = self._begin()
+
+    def rename(self, alias: str) -> None:
+        """Called by this name from now on; what is followed and known stays."""
+        self.source = replace(self.source, alias=alias)
+        self._writer.rename(alias)
 
     async def run(self) -> None:
         """Follow it until cancelled; a bug costs it an epoch, nobody else anything."""

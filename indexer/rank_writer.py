@@ -7,7 +7,7 @@ decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `c
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -82,6 +82,10 @@ class RankWriter:
     def blocks(self) -> RankBlocks:
         """State of the present epoch."""
         return self._blocks
+
+    def rename(self, alias: str) -> None:
+        """Its instance's name in the log from now on."""
+        self._source = replace(self._source, alias=alias)
 
     async def resume(self) -> Resumption | None:
         """Go on with what an earlier process left of this rank; None: a new epoch has to open."""

@@ -205,6 +205,7 @@ class IndexerService:
             wanted = self._wanted.get(instance)
             if wanted is not None and wanted.has_streams_of(entry.source):
                 entry.source = wanted  # asked with the new key from now on
+                _rename_ranks(entry)
             else:
                 await _stop(entry.task)
                 for rank in list(entry.ranks):
@@ -277,6 +278,7 @@ class IndexerService:
                     source, means=self._means, context=running.context, ports=running.ports
                 )
                 entry.ranks[rank] = followed, group.create_task(followed.run())
+        _rename_ranks(entry)  # the name may have changed while the engine was asked
         self._progress.ring()
 
     async def _forget(self, entry: _Instance, rank: RankId) -> None:
@@ -287,6 +289,11 @@ class IndexerService:
             # Nobody renews its lease any more, so its entries leave by themselves.
             _logger.warning("rank_not_retired", instance=entry.source.name, error=str(error))
         del entry.ranks[rank]
+
+
+def _rename_ranks(entry: _Instance) -> None:
+    for followed, _ in entry.ranks.values():
+        followed.rename(entry.source.name)
 
 
 async def _stop(task: asyncio.Task[None] | None) -> None:
