@@ -50,6 +50,17 @@ def model(engine_venv: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def adapters(engine_venv: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two LoRA adapters of the tiny model, by the names they are served under."""
+    out = tmp_path_factory.mktemp("adapters")
+    paths = {"adapter-a": out / "a", "adapter-b": out / "b"}
+    for seed, path in enumerate(paths.values()):
+        command = [engine_venv / "bin/python", HERE / "make_adapter.py", seed, path]
+        subprocess.run([str(each) for each in command], check=True, timeout=120)
+    return paths
+
+
 @dataclass(slots=True, kw_only=True)
 class Process:
     """A child in a process group of its own, everything it prints in one file."""
