@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,10 @@ class Engine:
 
     http: httpx.Client
     url: str
-    replay: str
+    replay_port: int
+    """Of its first rank; rank r is found at the port + r."""
     process: Process
+    ranks: int = 1
 
     def is_ready(self) -> bool:
         try:
@@ -152,12 +154,12 @@ class Engine:
         lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def newest_seq(self, known: int) -> int:
-        """Number of the last batch it published, `known` or a later one."""
+    def newest_seq(self, known: int, rank: int = 0) -> int:
+        """Number of the last batch that a rank published, `known` or a later one."""
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
             dealer.rcvtimeo = 10_000
-            dealer.connect(self.replay)
+            dealer.connect(f"tcp://127.0.0.1:{self.replay_port + rank}")
             dealer.send_multipart([b"", (known + 1).to_bytes(8, "big")])
             while True:
                 number = dealer.recv_multipart()[-2]
@@ -195,6 +197,16 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
+def free_run(count: int) -> int:
+    """First of so many ports in a row that nobody listens on."""
+    while True:
+        (first,) = free_ports(1)
+        with ExitStack() as stack, suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 StartProcess = Callable[..., AbstractContextManager[Process]]
 StartEngines = Callable[..., AbstractContextManager[dict[str, Engine]]]
 
@@ -206,25 +218,35 @@ def start_engines(
     http: httpx.Client,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> StartEngines:
-    """Starts real engines of the given names, all with the same further flags."""
+    """Starts real engines of the given names, all with the same ranks and further flags."""
     logs = tmp_path_factory.mktemp("engines")
     env = {"VENV": str(engine_venv), "MODEL": str(model), "DTYPE": "float32"}
 
-    def prepare(name: str, core: int, flags: tuple[str, ...]) -> Engine:
-        ports = free_ports(3)
-        serve = [str(HERE / "serve.sh"), *map(str, ports), str(core), *flags]
+    def prepare(name: str, core: str, ranks: int, flags: tuple[str, ...]) -> Engine:
+        port = free_run(1 + 2 * ranks)
+        ports = (port, port + 1, port + 1 + ranks)
+        if ranks > 1:
+            flags = ("--data-parallel-size", str(ranks), *flags)
         return Engine(
             http=http,
-            url=f"http://127.0.0.1:{ports[0]}",
-            replay=f"tcp://127.0.0.1:{ports[2]}",
-            process=Process(command=serve, log=logs / f"{name}.log", env=env),
+            url=f"http://127.0.0.1:{port}",
+            replay_port=ports[2],
+            process=Process(
+                command=[str(HERE / "serve.sh"), *map(str, ports), core, *flags],
+                log=logs / f"{name}.log",
+                env=env,
+            ),
+            ranks=ranks,
         )
 
     @contextmanager
-    def start(*names: str, flags: tuple[str, ...] = ()) -> Iterator[dict[str, Engine]]:
-        cores = sorted(os.sched_getaffinity(0))
+    def start(
+        *names: str, ranks: int = 1, flags: tuple[str, ...] = ()
+    ) -> Iterator[dict[str, Engine]]:
+        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+        one_each = "|".join(cores[rank % len(cores)] for rank in range(ranks))
         engines = {
-            name: prepare(name, cores[number % len(cores)], flags)
+            name: prepare(name, one_each if ranks > 1 else cores[number % len(cores)], ranks, flags)
             for number, name in enumerate(names)
         }
         with ExitStack() as stack:

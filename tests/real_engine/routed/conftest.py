@@ -42,27 +42,35 @@ class Kvlb:
 
     def _follows_all(self) -> bool:
         return all(
-            (index := self.index_of(name)) is not None and index["trust"] == "exact"
-            for name in self.engines
+            (index := self.index_of(name, rank)) is not None and index["trust"] == "exact"
+            for name, engine in self.engines.items()
+            for rank in range(engine.ranks)
         )
 
-    def index_of(self, name: str) -> dict[str, Any] | None:
-        """What the indexer says of an instance's only rank."""
+    def index_of(self, name: str, rank: int = 0) -> dict[str, Any] | None:
+        """What the indexer says of one rank of an instance."""
         for instance in self.get("/status").json()["instances"]:
-            if instance["alias"] == name:
-                found: dict[str, Any] | None = instance["ranks"][0]["index"]
+            if instance["alias"] == name and rank < len(instance["ranks"]):
+                found: dict[str, Any] | None = instance["ranks"][rank]["index"]
                 return found
         return None
 
-    def applied_seq(self, name: str) -> int:
-        index = self.index_of(name)
+    def applied_seq(self, name: str, rank: int = 0) -> int:
+        index = self.index_of(name, rank)
         return -1 if index is None or index["last_seq"] is None else int(index["last_seq"])
 
     def catch_up(self, name: str) -> None:
         """Wait until the index has applied every batch that the engine has published."""
-        published = self.engines[name].newest_seq(self.applied_seq(name))
+        engine = self.engines[name]
+        for rank in range(engine.ranks):
+            published = engine.newest_seq(self.applied_seq(name, rank), rank)
+            self._await_batch(name, rank, published)
+
+    def _await_batch(self, name: str, rank: int, published: int) -> None:
         self.wait_until(
-            lambda: self.applied_seq(name) >= published, 10, f"{name}'s batch {published}"
+            lambda: self.applied_seq(name, rank) >= published,
+            10,
+            f"batch {published} of {name}'s rank {rank}",
         )
 
     def ask(self, body: Mapping[str, Any]) -> httpx.Response:

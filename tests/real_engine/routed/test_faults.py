@@ -131,7 +131,7 @@ def test_a_reset_cache_is_believed_until_the_first_event(
     play(kvlb, chats)
     engines["m0"].http.post(f"{engines['m0'].url}/reset_prefix_cache").raise_for_status()
     before = kvlb.applied_seq("m0")
-    unaware = []
+    unaware: list[Any] = []
 
     def has_event() -> bool:
         if len(unaware) < COUNT:
@@ -156,7 +156,7 @@ def test_a_killed_engine_starts_again_as_an_empty_one(
     play(kvlb, chats)
     epoch = kvlb.index_of("m0")["epoch"]
     engines["m0"].restart()
-    during = []
+    during: list[Any] = []
 
     def is_back() -> bool:
         number = len(during) % 400
