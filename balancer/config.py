@@ -8,7 +8,7 @@ Rules:
 2. A secret is given in the file or by the name of an environment variable, not both.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -27,6 +27,7 @@ from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.tracing_settings import TracingSettings
 from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
+from indexer.core.addresses import without_loopback_names
 from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId
 
@@ -91,6 +92,7 @@ def changed_keys(before: msgspec.Struct, now: msgspec.Struct) -> list[str]:
 def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     """Return `config` with secrets and aliases filled in, or raise ConfigError for what can't work."""
     _refuse_duplicates("url", (each.id for each in config.instances))
+    _refuse_loopback_twice(config.instances)
     config = msgspec.structs.replace(config, instances=name_instances(config.instances))
     _refuse_duplicates("alias", (each.name for each in config.instances))
     known = list(connectors())
@@ -114,6 +116,18 @@ def _refuse_duplicates(key: str, values: Iterable[str]) -> None:
             first = f"instances[{seen[value]}]"
             raise ConfigError(f"`instances[{number}].{key}`: {value} is {first} already")
         seen[value] = number
+
+
+def _refuse_loopback_twice(instances: Sequence[InstanceSettings]) -> None:
+    """Other names for one machine can't be told without asking, those of this one can."""
+    seen: dict[InstanceId, str] = {}
+    for number, each in enumerate(instances):
+        where = f"instances[{number}]"
+        first = seen.setdefault(without_loopback_names(each.id), where)
+        if first != where:
+            raise ConfigError(
+                f"`{where}.url`: {each.id} is {first} under another name of this machine"
+            )
 
 
 def _with_secrets(config: Config, environ: Mapping[str, str]) -> Config:

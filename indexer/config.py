@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from indexer.core.addresses import parse_instance_id
-from indexer.core.endpoints import check_endpoint
+from indexer.core.endpoints import check_endpoints
 from indexer.core.limits import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId, RankId
 
@@ -44,9 +44,7 @@ class InstanceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         """Raise ValueError for an address or endpoint that can't be used."""
         parse_instance_id(self.url)
-        for endpoint in (self.events, self.replay):
-            if endpoint is not None:
-                check_endpoint(endpoint)
+        check_endpoints(events=self.events, replay=self.replay)
 
     def __repr__(self) -> str:
         """The key stays out of logs."""
@@ -102,8 +100,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """At most one line per rank and fault in this time."""
 
     def __post_init__(self) -> None:
-        if self.shared_bind is not None:
-            check_endpoint(self.shared_bind)
+        check_endpoints(shared_bind=self.shared_bind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

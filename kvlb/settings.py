@@ -22,7 +22,7 @@ from balancer.config import BalancerConfig, check_config
 from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
-from indexer.core.endpoints import EndpointError, bindable, check_endpoint, offset_port
+from indexer.core.endpoints import EndpointError, bindable, check_endpoints, offset_port
 from indexer.redis_index.settings import RedisSettings
 from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.instance_option import parse_instance
@@ -55,9 +55,7 @@ class InstanceEntry(InstanceSettings, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for endpoint in (self.events, self.replay):
-            if endpoint is not None:
-                check_endpoint(endpoint)
+        check_endpoints(events=self.events, replay=self.replay)
 
 
 class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -40,7 +40,11 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """False: known and probed, but gets no requests."""
 
     def __post_init__(self) -> None:
-        parse_instance_id(self.url)
+        """Raise ValueError for an address that can't be used."""
+        try:
+            parse_instance_id(self.url)
+        except ValueError as error:
+            raise ValueError(f"url: {error}") from error
 
     @property
     def id(self) -> InstanceId:

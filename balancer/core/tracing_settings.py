@@ -5,6 +5,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from indexer.core.addresses import split_address
+
 TRACES_PATH = "/v1/traces"
 """Where an OTLP collector takes traces over HTTP."""
 
@@ -22,10 +24,9 @@ class TracingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     client has decided, its decision holds."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an endpoint that can't be used."""
         if self.endpoint is not None:
-            split = urlsplit(self.endpoint)
-            if split.scheme not in {"http", "https"} or not split.hostname:
-                raise ValueError(f"{self.endpoint!r} is no http:// or https:// address")
+            _check_endpoint(self.endpoint)
 
     @property
     def traces_url(self) -> str | None:
@@ -34,3 +35,18 @@ class TracingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return None
         has_path = urlsplit(self.endpoint).path not in {"", "/"}
         return self.endpoint if has_path else self.endpoint.rstrip("/") + TRACES_PATH
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if "@" in endpoint:
+        raise ValueError(
+            "endpoint: an address holds no credentials; put them into OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    try:
+        parts = split_address(endpoint)
+    except ValueError as error:
+        raise ValueError(f"endpoint: {error}") from error
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"endpoint: {endpoint!r} is no http:// or https:// address")
+    if parts.query or parts.fragment:
+        raise ValueError(f"endpoint: {endpoint!r}: write `http://collector:4318`, without a query")

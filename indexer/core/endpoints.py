@@ -8,12 +8,14 @@ Rules (vLLM's own):
 3. A host that stands for "every interface" is replaced by the host the instance is known under.
 """
 
+import re
 from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 _TCP = "tcp://"
 _IPC = "ipc://"
+_HOST = re.compile(r"\[[^\s\[\]/@]+\]|[^\s\[\]/@]+")
 _EVERY_INTERFACE = frozenset(("*", "0.0.0.0", "[::]", "::"))  # noqa: S104 - recognised, not bound
 
 
@@ -27,6 +29,16 @@ def check_endpoint(endpoint: str) -> str:
         return endpoint
     _split_tcp(endpoint)
     return endpoint
+
+
+def check_endpoints(**endpoints: str | None) -> None:
+    """Check those that are given; the error begins with the name of the one at fault."""
+    for name, endpoint in endpoints.items():
+        if endpoint is not None:
+            try:
+                check_endpoint(endpoint)
+            except EndpointError as error:
+                raise EndpointError(f"{name}: {error}") from error
 
 
 def offset_port(endpoint: str, rank: int) -> str:
@@ -93,4 +105,6 @@ def _split_tcp(endpoint: str) -> tuple[str, int]:
         raise EndpointError(f"{endpoint!r}: write `tcp://host:port`")
     if not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
         raise EndpointError(f"{endpoint!r}: the port must be 1 to 65535")
+    if not _HOST.fullmatch(host):
+        raise EndpointError(f"{endpoint!r}: {host!r} is no host; write `tcp://host:port`")
     return host, int(port)

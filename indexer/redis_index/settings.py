@@ -1,16 +1,21 @@
 """Where Redis is, and how long to wait for it. Part of both commands' configuration."""
 
 import os
+import re
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult
 
 import msgspec
+
+from indexer.core.addresses import split_address
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 KeyPrefix = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,32}$")]
 
-_SCHEMES = ("redis", "rediss", "unix")
+_FORMS = "write `redis://host:6379/0`, `rediss://host:6379/0` or `unix:///path?db=0`"
+_DATABASE = re.compile(r"[0-9]{1,9}")
+_TLS_OPTION = re.compile(r"ssl_[a-z_]+=[^&=]+")
 
 
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,13 +43,9 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         """Raise ValueError for an address that can't be used, or that holds a secret."""
-        parts = urlsplit(self.url)
-        if parts.scheme not in _SCHEMES:
-            raise ValueError(f"url: a Redis address begins with one of {', '.join(_SCHEMES)}")
-        if parts.username or parts.password:
-            raise ValueError("url: name the user in `username`, the password in `password_env`")
+        _check_url(self.url)
         if self.lease_s < 3 * self.heartbeat_s:
-            raise ValueError("lease_s must be at least three times heartbeat_s")
+            raise ValueError("lease_s: must be at least three times `heartbeat_s`")
 
     def password(self) -> str | None:
         """The secret itself. Raises ValueError if its variable isn't set."""
@@ -54,3 +55,41 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not secret:
             raise ValueError(f"password_env: the environment has no {self.password_env}")
         return secret
+
+
+def _check_url(url: str) -> None:
+    """Refuse what the client would read as something else: a database `abc` as 0, `1/2` as 12."""
+    if "@" in url:
+        raise ValueError("url: name the user in `username`, the password in `password_env`")
+    try:
+        parts = split_address(url)
+    except ValueError as error:
+        raise ValueError(f"url: {error}; {_FORMS}") from error
+    checks = {"redis": _fault_of_host, "rediss": _fault_of_host, "unix": _fault_of_socket}
+    check = checks.get(parts.scheme)
+    fault = check(parts) if check else "its scheme isn't one of redis, rediss, unix"
+    if fault is not None:
+        raise ValueError(f"url: {fault}; {_FORMS}")
+
+
+def _fault_of_host(parts: SplitResult) -> str | None:
+    database = parts.path.removeprefix("/")
+    options = [each for each in parts.query.split("&") if each]
+    if not parts.hostname:
+        return "it names no host"
+    if database and not _DATABASE.fullmatch(database):
+        return f"the database {database!r} is not a number"
+    if parts.fragment or (options and parts.scheme != "rediss"):
+        return "nothing follows the database"
+    if not all(_TLS_OPTION.fullmatch(each) for each in options):
+        return "only options of TLS, `ssl_...=`, can follow the database"
+    return None
+
+
+def _fault_of_socket(parts: SplitResult) -> str | None:
+    if parts.netloc or len(parts.path) < len("/x"):
+        return "it names no absolute path"
+    name, _, database = parts.query.partition("=")
+    if parts.fragment or (parts.query and (name != "db" or not _DATABASE.fullmatch(database))):
+        return "only the number of a database can follow the path"
+    return None

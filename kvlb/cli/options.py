@@ -23,6 +23,12 @@ class TableFormat(StrEnum):
     JSON = "json"
 
 
+class SimulatedConnector(StrEnum):
+    """How simulated engines hand over KV cache."""
+
+    NIXL = "nixl"
+
+
 FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
 InstanceOption = Annotated[
     list[str] | None,

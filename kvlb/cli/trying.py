@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from kvlb.cli.options import Format, FormatOption, SimulateArgument
+from kvlb.cli.options import Format, FormatOption, SimulateArgument, SimulatedConnector
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 - an argument is an option
     fleet: SimulateArgument = "2p2d",
     *,
     host: Annotated[
@@ -27,6 +27,28 @@ def simulate(
     drop_every: Annotated[
         int, typer.Option(min=0, help="Lose every n-th event batch on the wire, to see replay.")
     ] = 0,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=64, help="Data-parallel ranks of each engine.")
+    ] = 1,
+    block_size: Annotated[
+        int, typer.Option(min=1, max=4096, help="Tokens in a block of the KV cache.")
+    ] = 16,
+    cache_blocks: Annotated[
+        int, typer.Option(min=2, help="Blocks in the cache of each rank; the oldest are evicted.")
+    ] = 4096,
+    release: Annotated[
+        str, typer.Option(metavar="VERSION", help="vLLM release that is imitated.")
+    ] = "0.33.0",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A LoRA adapter that every engine serves. Repeatable."),
+    ] = None,
+    connector: Annotated[
+        SimulatedConnector | None,
+        typer.Option(
+            help="Let mixed engines hand over KV cache, too; prefill and decode engines do."
+        ),
+    ] = None,
 ) -> None:
     """Run vLLM engines without a GPU: OpenAI API, KV events, prefill/decode transfer.
 
@@ -34,6 +56,7 @@ def simulate(
 
     - `kvlb simulate 2p2d`
     - `kvlb simulate 4 --base-port 8101 --prefill-rate 4000`
+    - `kvlb simulate 2 --ranks 4 --cache-blocks 512 --adapter lora-a --release 0.23.0`
     """
     from kvlb.simulate import SimulationOptions
     from kvlb.simulate import simulate as run
@@ -46,6 +69,12 @@ def simulate(
             prefill_tokens_per_s=prefill_rate,
             inter_token_ms=inter_token_ms,
             drop_every=drop_every,
+            ranks=ranks,
+            block_size=block_size,
+            cache_blocks=cache_blocks,
+            release=release,
+            adapters=tuple(adapter or ()),
+            connector=connector,
         ),
     )
 
