@@ -36,16 +36,21 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Everything an operator can set of the balancer."""
 
     instances: tuple[InstanceSettings, ...] = ()
+    """One entry describes one engine address."""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` for every interface."""
     port: Port = 8080
+    """Port to listen on; 0 takes any free one."""
     drain_s: NonNegativeFloat = 30.0
     """After SIGTERM running answers get this long to finish."""
     engine_api_key: Secret | None = None
-    """Key of every engine that has none of its own."""
+    """Key of every engine that has none of its own. Without a key the client's own
+    `Authorization` is passed on."""
     engine_api_key_env: str | None = None
-    dataplane: DataPlaneSettings = DataPlaneSettings()
+    """Environment variable that holds it."""
     routing: RoutingSettings = RoutingSettings()
     pd: PdSettings = PdSettings()
+    dataplane: DataPlaneSettings = DataPlaneSettings()
     tokens: TokensSettings = TokensSettings()
     probes: ProbeSettings = ProbeSettings()
     admin: AdminSettings = AdminSettings()

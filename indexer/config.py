@@ -68,36 +68,40 @@ class InstanceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How streams are followed."""
+    """How event streams are followed."""
 
     status_host: str | None = None
-    """Address of the status server of `kvlb indexer`; default: `host`."""
+    """Where `kvlb indexer` shows `/health`, `/ready`, `/metrics`, `/status`. Default: on
+    `host`."""
     status_port: Port = 8081
-    """Its port."""
+    """Its port; 0 takes any free one."""
     replay_timeout_s: PositiveFloat = 5.0
     """A replay is given up when nothing has come for this long."""
     receive_high_water: NonNegativeInt = 0
-    """Messages ZMQ may queue per socket; 0: no limit, so that we lose none ourselves."""
+    """Messages ZMQ may queue per socket; 0: no limit. With one we lose batches ourselves when we
+    are slow."""
     max_held_batches: PositiveInt = 20_000
-    """Live batches that may wait for a replay: twice vLLM's default ring."""
+    """Live batches that may wait for a replay, twice vLLM's default ring; more end the wait, and
+    the gap is lost."""
     max_parked_blocks: PositiveInt = 65_536
-    """Blocks per group that may wait for their parent."""
+    """Blocks per KV-cache group that may wait for their parent; the oldest leaves first."""
     rebuild_interval_s: PositiveFloat = 60.0
     """A degraded rank is replayed from its beginning at once and when orphans first appear, then
     after this long, and twice as long each time it hasn't helped; for as long as the engine still
     buffers the beginning."""
     shared_bind: str | None = None
-    """Port we bind for engines that have a `topic` and no `events`: they connect to it."""
+    """`tcp://*:5557`, bound by us for all instances that have a `topic` and no `events`: they
+    connect to it."""
     discovery_interval_s: PositiveFloat = 10.0
-    """How often an engine is asked whether its streams have changed."""
+    """How often an instance is asked whether its streams have changed."""
     discovery_retry_s: PositiveFloat = 1.0
-    """First pause after an engine didn't answer; doubles up to `discovery_interval_s`."""
+    """First pause after an instance didn't answer; doubles up to `discovery_interval_s`."""
     http_timeout_s: PositiveFloat = 5.0
     """For each call of discovery."""
     size_interval_s: PositiveFloat = 5.0
     """How often the index is measured for metrics."""
     log_interval_s: PositiveFloat = 10.0
-    """At most one line per rank and fault in this time."""
+    """At most one line per rank and fault in this time; metrics count all of them."""
 
     def __post_init__(self) -> None:
         check_endpoints(shared_bind=self.shared_bind)

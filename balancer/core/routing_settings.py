@@ -13,11 +13,13 @@ PolicyName = Literal["kvlb", "round_robin", "least_loaded", "prefix_overlap", "s
 
 
 class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How candidates are found and weighed."""
+    """Who gets a request."""
 
     policy: PolicyName = "kvlb"
+    """`kvlb` takes the least estimated time; the others are there to compare with
+    (docs/routing.md)."""
     lookup_timeout_s: PositiveFloat = 0.02
-    """Longest wait for the index; past it the request is routed by load."""
+    """Longest wait for the index; then the request is routed by load."""
     confirm_s: PositiveFloat = 2.0
     """How long after its first token a routed prompt counts as held until events confirm it."""
     predicted_ttl_s: PositiveFloat = 30.0
@@ -28,14 +30,16 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Request header that names a session, for the policy `session`."""
     max_requests_per_rank: NonNegativeInt = 0
     """Legs in flight at which a rank gets no more; 0: no limit."""
+    """Legs in flight at which a rank gets no more; 0: no limit."""
 
 
 class PdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a request to a `decode` instance is prefilled elsewhere first."""
+    """Prefill elsewhere, or where the request decodes."""
 
     local_prefill_max_tokens: NonNegativeInt = 256
-    """Up to so many uncached tokens the decode instance prefills itself."""
+    """Up to so many uncached tokens the decode instance computes itself."""
     force: Literal["auto", "local", "remote"] = "auto"
+    """`local` or `remote` decide for every request."""
     allow_local_on_failure: bool = False
     """May a decode instance prefill a long prompt because every prefill instance failed or is
     down? Long prefills stall what it decodes, so this has to be asked for."""

@@ -14,14 +14,21 @@ Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class TracingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenTelemetry over OTLP/HTTP."""
+    """OpenTelemetry.
+
+    Off without an endpoint: then a client's `traceparent` and `tracestate` pass to both legs as they
+    are. On, every request is a span with match, plan and legs under it, and each engine is told its
+    leg's span as parent. Needs `pip install 'kvlb[otel]'`. Spans hold no prompts, keys or addresses.
+    Headers for the collector go into the variable `OTEL_EXPORTER_OTLP_HEADERS`.
+    """
 
     endpoint: str | None = None
-    """`http://collector:4318`; without a path `/v1/traces` is added."""
+    """OTLP collector over HTTP: `http://collector:4318`; without a path `/v1/traces` is added."""
     service_name: Annotated[str, msgspec.Meta(min_length=1)] = "kvlb"
+    """`service.name` of the spans."""
     sample_ratio: Ratio = 1.0
-    """Share of the requests traced among those that don't come with a `traceparent`: where the
-    client has decided, its decision holds."""
+    """Share of requests traced among those without a `traceparent`; one that comes with the
+    request decides by itself."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an endpoint that can't be used."""

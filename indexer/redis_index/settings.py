@@ -19,25 +19,37 @@ _TLS_OPTION = re.compile(r"ssl_[a-z_]+=[^&=]+")
 
 
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One Redis or Valkey server, 7.0 or newer, with `maxmemory-policy noeviction`."""
+    """The index that processes share.
+
+    One Redis or Valkey server, 7.0 or newer, with `maxmemory-policy noeviction`. `kvlb indexer` writes
+    it, `kvlb balancer` reads it. Without this section `kvlb up` keeps the index in its own memory, and
+    the other two say that they need one. docs/operations.md says how large it has to be,
+    docs/redis-schema.md what is in it.
+    """
 
     url: str = "redis://127.0.0.1:6379/0"
-    """`redis://host:port/db`, `rediss://` for TLS, `unix:///path`. Without a password."""
+    """`redis://host:port/database`; `rediss://` for TLS, with `?ssl_ca_certs=/path` where needed;
+    `unix:///path?db=0`. No password in it."""
     username: str | None = None
+    """ACL user."""
     password_env: str | None = None
-    """Environment variable that holds the password."""
+    """Environment variable that holds the password. Default: `KVLB_REDIS_PASSWORD`, if that is
+    set."""
     prefix: KeyPrefix = "kvlb"
-    """Of every key. Fleets that share a server need different ones."""
+    """Of every key; fleets that share a server need different ones."""
     lease_s: PositiveFloat = 120.0
-    """Entries whose indexer is gone leave after this long. A restart must be quicker."""
+    """What an indexer wrote leaves after it has been gone for this long; restarts must be
+    quicker."""
     heartbeat_s: PositiveFloat = 1.0
-    """How often the indexer renews leases and looks if Redis still has what was written."""
+    """How often the indexer renews leases and looks whether Redis still has what it wrote."""
     connect_timeout_s: PositiveFloat = 1.0
+    """For a connection."""
     read_timeout_s: PositiveFloat = 1.0
-    """For a lookup. The router's own deadline is shorter."""
+    """For a lookup; `routing.lookup_timeout_s` is shorter."""
     write_timeout_s: PositiveFloat = 2.0
+    """For a write."""
     max_connections: PositiveInt = 16
-    """Per process. Lookups beyond it wait for their turn."""
+    """Per process; lookups beyond it wait for their turn."""
     max_lookup_blocks: PositiveInt = 65_536
     """Blocks of a prompt that are asked for: a million tokens in blocks of 16."""
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvlb.cli.config_file import config
 from kvlb.cli.looking import audit, events, explain
 from kvlb.cli.serving import balancer, indexer, up
 from kvlb.cli.trying import demo, load, simulate
@@ -48,3 +49,4 @@ def kvlb(
 # In the order in which `kvlb --help` lists them.
 for command in (up, indexer, balancer, simulate, demo, load, events, explain, audit):
     app.command()(command)
+app.add_typer(config)
