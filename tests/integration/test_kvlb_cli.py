@@ -102,6 +102,17 @@ def test_deliberate_error_is_one_line_and_exit_2(
     assert capsys.readouterr().err.startswith("kvlb: ")
 
 
+@pytest.mark.parametrize("command", [["explain", "{}"], ["load"]], ids=["explain", "load"])
+def test_balancer_with_an_impossible_port_is_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it is asked: the client would take the port modulo 65536."""
+    with pytest.raises(SystemExit):
+        entry.main([*command, "--url", "http://127.0.0.1:99999"])
+
+    assert "write http://host:port" in capsys.readouterr().err
+
+
 async def until_printed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
     printed = ""
     async with asyncio.timeout(10):
