@@ -153,7 +153,8 @@ class EngineApplication:
         await exchange.send_json({"prompt": tokenizer.decode(body.tokens)})
 
     async def _report_health(self, exchange: Exchange) -> None:
-        await exchange.send(b"", content_type="")
+        status = 503 if self._engine.is_draining else 200
+        await exchange.send(b"", content_type="", status=status)
 
     async def _report_version(self, exchange: Exchange) -> None:
         await exchange.send_json({"version": self._engine.settings.version})

@@ -52,6 +52,8 @@ class SimulatedEngine:
         self.clock = surroundings.clock
         self.received: deque[ReceivedRequest] = deque(maxlen=_REMEMBERED_REQUESTS)
         self.rejected_requests = 0
+        self.is_draining = False
+        """/health says 503; requests are served as ever."""
         self._directory = surroundings.directory
         self._random = surroundings.randomness
         self._engine_ids: list[str] = []
