@@ -15,6 +15,8 @@ from indexer.core.addresses import parse_instance_id
 from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId
 
+HostName = Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[a-z0-9._-]+$")]
+"""In lower case, without a port."""
 Alias = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:\[\]-]+$")]
 
 
@@ -147,10 +149,14 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `/status`, `/explain` and `/explain/recent` tell addresses and what others asked. They are open to
     clients on this machine; to others only with the header `X-API-Key`. A client behind a proxy on
-    this machine (`X-Forwarded-For`) counts as another machine's.
+    this machine (`X-Forwarded-For`) counts as another machine's; so does one that asked for another
+    name than `localhost` or a loopback address: it may be a web page whose name was made to mean
+    127.0.0.1 (DNS rebinding).
     """
 
     api_key: Secret | None = None
     """Without one nobody else may look."""
     api_key_env: str | None = None
     """Environment variable that holds it."""
+    local_hosts: tuple[HostName, ...] = ()
+    """Further names of this machine, under which its own clients may look without the key."""
