@@ -205,7 +205,9 @@ def _gauges(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
         "kvlb_rank_connected", "1 if the live socket has a peer.", labels=_RANK_LABELS
     )
     trust = GaugeMetricFamily(
-        "kvlb_rank_trust", "1 for the level a rank has.", labels=(*_RANK_LABELS, "trust")
+        "kvlb_rank_trust",
+        "1 for the level of what was last heard of a rank; see kvlb_rank_connected.",
+        labels=(*_RANK_LABELS, "trust"),
     )
     for rank in ranks:
         if rank.lag_s is not None:
