@@ -208,7 +208,7 @@ async def _read_body(request: Request, limit_bytes: int) -> bytes:
 
 def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRequest:
     """Read what `/explain` is asked. Raises RequestError or NoInstanceError."""
-    body = decode_body(raw_body)
+    body = decode_body(raw_body).value
     if isinstance(body.get("body"), dict):
         path, raw_body = body.get("path", path), encode_body(body["body"])
     if path not in tuple(Endpoint):

@@ -22,7 +22,6 @@ from simulator.prompts import Prompt, read_chat_prompt, read_completion_prompts
 from simulator.rank import EngineRank, OutputStream
 from simulator.text_output import TextOutput
 
-
 LOAD_FAILED = (
     "Internal server error: the engine that prefilled this prompt is not in this process. Simulated "
     "engines hand blocks over only inside one `kvlb simulate`; there, it was restarted meanwhile"
