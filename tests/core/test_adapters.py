@@ -164,7 +164,7 @@ def test_offloaded_copies_end_with_the_others(rank: Rank) -> None:
 
 def test_window_groups_end_too(rank: Rank) -> None:
     """Every group of a hybrid model."""
-    window = {"group": 1, "kind": "sliding_window", "window_tokens": 5}
+    window: dict[str, Any] = {"group": 1, "kind": "sliding_window", "window_tokens": 5}
     rank.apply(stored(1, 2, **window), stored(1, 2, kind="full_attention"))
     assert {group for group, _, _ in rank.held} == {0, 1}
 
@@ -192,7 +192,7 @@ def test_clear_forgets_what_was_counted_apart(rank: Rank) -> None:
 
 def test_reload_is_seen_after_a_restart_of_the_indexer(rank: Rank) -> None:
     """The next process knows the id, and which rows are the adapter's."""
-    window = {"group": 1, "kind": "sliding_window", "window_tokens": 5}
+    window: dict[str, Any] = {"group": 1, "kind": "sliding_window", "window_tokens": 5}
     rank.apply(stored(1, 2, kind="full_attention"), stored(1, 2, **window))
     rank.apply(stored(6, 7, lora=None, lora_id=None, kind="full_attention"))
     rows: dict[int, dict[EngineHash, BlockRow]] = {}
