@@ -28,7 +28,7 @@ R0, R1 = RankId(InstanceId(E0), 0), RankId(InstanceId(E1), 0)
 MODELS = ServedModels(
     base="tiny", aliases=frozenset({"tiny"}), adapters=frozenset({"ad1", "ad2"}), cards=()
 )
-FULL = {"kv_cache_spec_kind": "full_attention"}
+FULL: dict[str, Any] = {"kv_cache_spec_kind": "full_attention"}
 
 
 class Bench:
@@ -173,7 +173,7 @@ async def test_salts_are_tenants(benching: Benching) -> None:
 async def test_adapters_are_apart(benching: Benching) -> None:
     """F09: the name in the extra keys is the adapter; a salt behind it still counts."""
     async with benching() as bench:
-        adapter = {"lora_name": "ad1", "lora_id": 1}
+        adapter: dict[str, Any] = {"lora_name": "ad1", "lora_id": 1}
         await bench.publish(
             stored(1, 2, extra_keys=[["ad1"], ["ad1"]], **adapter),
             stored(3, extra_keys=[["ad1", "s"]], **adapter),
@@ -296,13 +296,13 @@ async def test_block_size_that_changes_within_a_group_is_refused(benching: Bench
 
 async def test_hybrid_groups_agree_on_a_hit(benching: Benching) -> None:
     """Full attention reaches further than the window and the state: they decide."""
-    window = {
+    window: dict[str, Any] = {
         "group_idx": 1,
         "kv_cache_spec_kind": "sliding_window",
         "kv_cache_spec_sliding_window": 33,
     }
-    mamba = {"group_idx": 2, "kv_cache_spec_kind": "mamba"}
-    masked = {"token_ids": tokens(128), "parent_block_hash": None}
+    mamba: dict[str, Any] = {"group_idx": 2, "kv_cache_spec_kind": "mamba"}
+    masked: dict[str, Any] = {"token_ids": tokens(128), "parent_block_hash": None}
     async with benching() as bench:
         # Sparse retention: of eight blocks the window keeps four, the states only checkpoints.
         await bench.publish(
