@@ -100,7 +100,7 @@ class FaultyWire:
             case "silent":
                 return
             case "cut":
-                yield from batches[: len(batches) // 2]
+                yield from batches[: (len(batches) + 1) // 2]
                 return
             case "holes":
                 yield from batches[::2]

@@ -160,6 +160,42 @@ def removed(*hashes: int, **more: Any) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU", **more}
 
 
+async def test_clear_empties_one_instance(benching: Benching) -> None:
+    """F03: E0's rows are gone, E1 keeps what it holds of the same blocks."""
+    async with benching() as bench:
+        for number in (0, 1):
+            await bench.publish(stored(*range(1, 11)), on=number)
+        assert await bench.overlap(tokens(200)) == 160
+
+        await bench.publish({"type": "AllBlocksCleared"})
+        assert await bench.overlap(tokens(200)) == 0
+        assert await bench.overlap(tokens(200), R1) == 160
+
+
+async def test_copies_are_counted(benching: Benching) -> None:
+    """F04: held, then gone, then a no-op; a clear resets the count."""
+    async with benching() as bench:
+        await bench.publish(stored(1), stored(1), removed(1))
+        assert await bench.overlap(tokens(20)) == 16
+
+        await bench.publish(removed(1))
+        assert await bench.overlap(tokens(20)) == 0
+
+        await bench.publish(removed(1), stored(1), {"type": "AllBlocksCleared"}, stored(1))
+        await bench.publish(removed(1))
+        assert await bench.overlap(tokens(20)) == 0
+
+
+async def test_overlap_is_the_unbroken_run(benching: Benching) -> None:
+    """F18: blocks 0, 2, 3 of four are an overlap of one; 1 to 3 of none."""
+    async with benching() as bench:
+        await bench.publish(stored(1, 2, 3, 4), removed(2))
+        await bench.publish(stored(1, 2, 3, 4), removed(1), on=1)
+
+        assert await bench.overlap(tokens(65)) == 16
+        assert await bench.overlap(tokens(65), R1) == 0
+
+
 async def test_salts_are_tenants(benching: Benching) -> None:
     """F08: only the salt that stored it is credited."""
     async with benching() as bench:
