@@ -239,6 +239,7 @@ class Router:
             by_rank=by_rank,
             block_sizes=self._ranks.block_sizes,
             trusts=self._ranks.trusts,
+            tier_weights=self._settings.tier_weights(),
         )
         return _Question(
             request=request,

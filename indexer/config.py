@@ -85,6 +85,11 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     the gap is lost."""
     max_parked_blocks: PositiveInt = 65_536
     """Blocks per KV-cache group that may wait for their parent; the oldest leaves first."""
+    store_only_ttl_s: PositiveFloat = 600.0
+    """How long a block counts that LMCache or Mooncake has stored: they never tell when they drop
+    one. Announced again, it counts anew."""
+    max_store_only_blocks: PositiveInt = 200_000
+    """Such blocks per rank; the oldest leave first."""
     rebuild_interval_s: PositiveFloat = 60.0
     """A degraded rank is replayed from its beginning at once and when orphans first appear, then
     after this long, and twice as long each time it hasn't helped; for as long as the engine still

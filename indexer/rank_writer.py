@@ -23,6 +23,7 @@ from indexer.core.journal import RankJournal, RankRecord, Resumption
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_status import RankCounts
 from indexer.core.refusals import has_clear, has_lost_events, refused_reasons
+from indexer.core.store_only import StoreOnlyLimits
 from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.throttle import Throttle
 from indexer.core.types import Trust
@@ -149,6 +150,10 @@ class RankWriter:
             epoch=next(self._means.epochs) if epoch is None else epoch,
             max_parked_blocks=self._means.config.max_parked_blocks,
             keeps_rows=self._means.journal is not None,
+            store_only=StoreOnlyLimits(
+                ttl_s=self._means.config.store_only_ttl_s,
+                max_blocks=self._means.config.max_store_only_blocks,
+            ),
         )
 
     def _note(self, effect: ApplyBatch, batch: EventBatch) -> None:

@@ -145,6 +145,7 @@ def _create_request(
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         lora_name=adapter[0],
         lora_id=adapter[1],
+        lora_hashed=engine.hashed_of_adapter(adapter[0]),
         cache_salt=body.cache_salt,
         session_id=session_id,
         reads_cache=_reads_cache(body),

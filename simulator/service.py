@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from simulator.application import EngineApplication
 from simulator.core.errors import SettingsError
+from simulator.core.event_faults import EventFaults
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import TransferDirectory
 from simulator.engine import SimulatedEngine, Surroundings
@@ -112,8 +113,11 @@ class RunningEngine:
 
     def drop_live_batches(self, every: int | None) -> None:
         """Withhold every k-th event batch from live subscribers until the engine restarts."""
-        for rank in self.engine.ranks:
-            rank.publisher.drop_every = every
+        self.set_event_faults(EventFaults(drop_every=every))
+
+    def set_event_faults(self, faults: EventFaults) -> None:
+        """What goes wrong with its events from now on, until the engine restarts."""
+        self.engine.set_event_faults(faults)
 
     async def start(self, group: asyncio.TaskGroup) -> None:
         """Begin a new life: empty caches, sequence numbers from 0, the same ports."""
@@ -189,9 +193,10 @@ class RunningFleet:
         """Start a stopped engine on its old ports."""
         await engine.start(self._group)
 
-    async def restart(self, engine: RunningEngine) -> None:
-        """Kill and start one engine: the same address, a new life."""
+    async def restart(self, engine: RunningEngine, settings: EngineSettings | None = None) -> None:
+        """Kill and start one engine: the same address, a new life; `settings` may name another model."""
         await engine.stop()
+        engine.settings = settings or engine.settings
         await engine.start(self._group)
 
 

@@ -94,9 +94,9 @@ def name_instances(instances: Iterable[InstanceSettings]) -> tuple[InstanceSetti
 class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who is healthy.
 
-    Every instance is asked for `/health` and `/v1/models`. A refused connection counts at once, 503
-    on `/health` means draining: no new requests, running ones finish. Nothing bans an instance for
-    good.
+    Every instance is asked for `/health` and `/v1/models`, in development mode for `/is_sleeping`
+    too: an engine that sleeps gets nothing. A refused connection counts at once, 503 on `/health`
+    means draining: no new requests, running ones finish. Nothing bans an instance for good.
     """
 
     interval_s: PositiveFloat = 2.0

@@ -3,11 +3,13 @@
 `balancer.config` composes both under the keys `routing` and `pd`.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
+from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt, Share
+from indexer.core.types import Tier
 
 PolicyName = Literal["kvlb", "round_robin", "least_loaded", "prefix_overlap", "session"]
 
@@ -26,11 +28,20 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The same on a rank without events, where nothing ever confirms it."""
     max_predicted_blocks: PositiveInt = 100_000
     """Predicted blocks kept per rank; about what a GPU holds."""
+    cpu_weight: Share = 0.9
+    """What a token held in CPU memory is worth beside one held on the GPU: 1 would say that loading
+    it is free, 0 that it costs as much as computing it anew."""
+    storage_weight: Share = 0.6
+    """The same for a token on disk, or in a store behind a network."""
     session_header: str = "x-session-id"
     """Request header that names a session, for the policy `session`."""
     max_requests_per_rank: NonNegativeInt = 0
     """Legs in flight at which a rank gets no more; 0: no limit."""
     """Legs in flight at which a rank gets no more; 0: no limit."""
+
+    def tier_weights(self) -> Mapping[Tier, float]:
+        """Worth of a held token by where it lies."""
+        return {Tier.GPU: 1.0, Tier.CPU: self.cpu_weight, Tier.STORAGE: self.storage_weight}
 
 
 class PdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

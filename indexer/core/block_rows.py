@@ -48,3 +48,7 @@ class RankFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Groups whose block size a GPU event has told."""
     orphans: int = 0
     """Blocks that wait for their parent: they are not kept."""
+    adapters: tuple[tuple[int, int], ...] = ()
+    """Root key and present id of each adapter."""
+    store_only: tuple[tuple[int, int], ...] = ()
+    """Groups and tiers, by number, in which copies leave by age only."""

@@ -11,7 +11,8 @@ Rules:
 4. A bad event costs only itself: it leaves one constant reason in `rejected`.
    Only a payload that is no batch at all raises.
 5. Mediums are read without regard to case; none means GPU (releases before 0.10.2 have none). A
-   medium nobody has named yet counts as STORAGE: the slowest tier promises least.
+   medium nobody has named yet counts as STORAGE: the slowest tier promises least. One in lower
+   case comes from a connector that tells of stores only (LMCache, Mooncake): `is_store_only`.
 
 Cost: 0.45 µs per block of 16 tokens in a long event, 1 µs per event with one block. The typed
 decoders do the checking in C; only a batch with something wrong in it is decoded a second time.
@@ -50,6 +51,10 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     kind: str | None = None
     window_tokens: int | None = None
     session_id: str | None = None
+    lora_id: int | None = None
+    """Number of the adapter; another one under the same name is another adapter."""
+    is_store_only: bool = False
+    """Nobody will tell when the copies go (`core.store_only`)."""
 
     def __repr__(self) -> str:
         """Tokens and salts stay out of logs and test output of others."""
@@ -204,6 +209,8 @@ def _normalise(sent: _MapEvent | _ArrayEvent) -> Event:
             sent.kv_cache_spec_kind,
             sent.kv_cache_spec_sliding_window,
             sent.session_id,
+            lora_id or None,
+            medium is not None and medium.islower(),
         )
     if isinstance(sent, _RemovedMap):
         medium = sent.medium

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from fastapi import FastAPI, Response
 from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.index import BlockIndex
 from indexer.memory_index import MemoryIndex
+from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.service import IndexerService
 
@@ -185,9 +186,43 @@ def publishing() -> Publishing:
     return run
 
 
+BOTH_BACKENDS = {
+    "test_block_kinds",
+    "test_event_faults",
+    "test_indexer_chaos",
+    "test_indexer_streams",
+    "test_indexer_trust",
+}
+"""Modules whose indexers are run with the index in memory and with the one in Redis."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rpartition(".")[2] not in BOTH_BACKENDS:
+        return
+    if "indexing" in metafunc.fixturenames:
+        metafunc.parametrize("indexing", ["memory", "redis"], indirect=True)
+
+
+@asynccontextmanager
+async def _new_index(redis_server: Any) -> AsyncIterator[BlockIndex]:
+    """An empty one, in Redis if there is one."""
+    if redis_server is None:
+        yield MemoryIndex()
+        return
+    index = RedisIndex(RedisConnection(redis_server.settings()))
+    try:
+        yield index
+    finally:
+        await index.aclose()
+
+
 @pytest.fixture
-def indexing() -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService, BlockIndex]]]:
-    """Make an indexer that runs inside `async with`."""
+def indexing(
+    request: pytest.FixtureRequest,
+) -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService, BlockIndex]]]:
+    """Make an indexer that runs inside `async with`, on an index of its own unless one is given."""
+    backend = getattr(request, "param", "memory")
+    server = request.getfixturevalue("redis_server") if backend == "redis" else None
 
     @asynccontextmanager
     async def run(
@@ -202,8 +237,11 @@ def indexing() -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService
                 **settings,
             }
         )
-        used = index or MemoryIndex()
-        async with httpx.AsyncClient() as http, asyncio.TaskGroup() as group:
+        async with (
+            nullcontext(index) if index else _new_index(server) as used,
+            httpx.AsyncClient() as http,
+            asyncio.TaskGroup() as group,
+        ):
             service = IndexerService(
                 config=config,
                 sources=sources,
