@@ -394,6 +394,7 @@ async def test_global_ranks_are_addressed_by_their_local_index(
         ]
         async with indexing(*sources) as (service, index):
             await first.subscribed()
+            await service.until(rank4, lambda now: now.trust is Trust.EXACT)
             payload = msgspec.msgpack.encode([2000.0, [stored(1, 2)], 4])
             first.publish_payload(payload)
             status = await service.caught_up(rank4, 0)
