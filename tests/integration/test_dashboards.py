@@ -329,3 +329,18 @@ def test_trust_panel_tells_of_a_rank_that_is_not_connected(tmp_path: Path) -> No
     written.write_text(yaml.safe_dump({"tests": [test]}))
 
     run("promtool", "test", "rules", written)
+
+
+def test_table_of_answers_names_every_query() -> None:
+    """docs/dashboards.md shows what each of them gave; a new panel needs a new table."""
+    rows = re.findall(
+        r"^\| (\w+: .+) \((\w)\) \|", (ROOT / "docs/dashboards.md").read_text(), re.MULTILINE
+    )
+    asked = {
+        (f"{name}: {panel['title']}", target["refId"])
+        for name, board in BOARDS.items()
+        for panel in panels(board)
+        for target in panel["targets"]
+    }
+
+    assert set(rows) == asked
