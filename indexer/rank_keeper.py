@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import structlog
 
+from indexer.config import RankSource
 from indexer.core.events import EventBatch
 from indexer.core.index import (
     BlockIndex,
@@ -30,7 +31,7 @@ from indexer.core.index import (
 from indexer.core.journal import RankJournal, RankRecord
 from indexer.core.known_batches import payload_digest
 from indexer.core.rank_blocks import RankBlocks
-from indexer.core.types import RankId, Trust
+from indexer.core.types import Trust
 
 _logger = structlog.get_logger(__name__)
 
@@ -54,17 +55,19 @@ class RankKeeper:
         *,
         index: BlockIndex,
         journal: RankJournal | None,
-        rank: RankId,
-        model: str,
+        source: RankSource,
         faults: Counter[str],
     ) -> None:
         """`faults` counts what went wrong, by kind."""
         self.is_behind = False
         """The index doesn't have what the rank's tables have."""
+        self.problem: str | None = None
+        """Why the index can't be written or renewed, and what to change."""
         self._index = index
         self._journal = journal
-        self._rank = rank
-        self._model = model
+        self._rank = source.rank
+        self._model = source.model
+        self._alias = source.alias
         self._faults = faults
         self._turn = asyncio.Lock()
         self._trust = Trust.LOAD_ONLY
@@ -149,9 +152,11 @@ class RankKeeper:
         async with self._turn:
             try:
                 await journal.renew(self._rank)
-            except IndexUnavailableError:
+                self.problem = None
+            except IndexUnavailableError as error:
                 # It may have kept everything: that shows when it answers again.
                 self._faults["not_renewed"] += 1
+                self.problem = str(error)
             except IndexLostError as error:
                 self._fall_behind(error)
 
@@ -161,7 +166,7 @@ class RankKeeper:
             return
         async with self._turn:
             if self._latest is None:
-                self.is_behind = False
+                self.is_behind, self.problem = False, None
                 return
             blocks, seq, digest = self._latest
             parts = blocks.snapshot(seq, digest)
@@ -169,7 +174,7 @@ class RankKeeper:
                 lambda: journal.rewrite(self._model, self._trust, parts)
             )
         if is_written:
-            self.is_behind = False
+            self.is_behind, self.problem = False, None
             self._next_pause = 1
             _logger.info("rank_rewritten", **self._names())
         else:
@@ -180,7 +185,8 @@ class RankKeeper:
         """Ask outside of the rank's turn, so that nobody waits for an index that hangs."""
         try:
             await journal.probe()
-        except IndexUnavailableError:
+        except IndexUnavailableError as error:
+            self.problem = str(error)
             return False
         return True
 
@@ -202,9 +208,10 @@ class RankKeeper:
 
     def _fall_behind(self, error: BlockIndexError) -> None:
         self._faults[_FAULTS[type(error)]] += 1
+        self.problem = str(error)
         if not self.is_behind:
             self.is_behind = True
             _logger.warning("rank_behind", **self._names(), error=str(error))
 
     def _names(self) -> dict[str, str | int]:
-        return {"instance": self._rank.instance, "rank": self._rank.rank}
+        return {"instance": self._alias, "rank": self._rank.rank}

@@ -74,8 +74,7 @@ class RankWriter:
         self.keeper = RankKeeper(
             index=means.index,
             journal=means.journal,
-            rank=source.rank,
-            model=source.model,
+            source=source,
             faults=counts.index_faults,
         )
 

@@ -4,13 +4,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from indexer.core.index import BlockIndex, PrefixLookup
+import structlog
+
+from indexer.core.index import BlockIndex, BlockIndexError, PrefixLookup
 from indexer.core.journal import RankJournal
 from indexer.memory_index import MemoryIndex
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
+
+_logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,10 @@ class OpenIndex:
 
 @asynccontextmanager
 async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]:
-    """All of it: for a process that writes. Without Redis it lives in this process's memory."""
+    """All of it: for a process that writes. Without Redis it lives in this process's memory.
+
+    When the block ends its ranks are released, so that another indexer goes on at once.
+    """
     if settings is None:
         yield OpenIndex(index=MemoryIndex(), journal=None)
         return
@@ -32,6 +39,10 @@ async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]
     try:
         yield OpenIndex(index=index, journal=index)
     finally:
+        try:
+            await index.release()
+        except BlockIndexError as error:
+            _logger.warning("ranks_not_released", error=str(error))
         await index.aclose()
 
 

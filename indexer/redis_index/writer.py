@@ -95,6 +95,7 @@ class RedisIndexWriter:
         self._renew = load_script("renew", writes=True)
         self._retire = load_script("retire", writes=True)
         self._sweep = load_script("sweep", writes=True)
+        self._release = load_script("release", writes=True)
 
     @property
     def heartbeat_s(self) -> float:
@@ -207,6 +208,20 @@ class RedisIndexWriter:
 
     async def probe(self) -> None:
         await self._connection.ping()
+
+    async def release(self) -> None:
+        homes, self._homes = self._homes, {}
+        by_model: dict[str, list[_Home]] = {}
+        for home in homes.values():
+            by_model.setdefault(home.model, []).append(home)
+        for owned in by_model.values():
+            model = owned[0].keys.model
+            states = [home.keys.state for home in owned]
+            await self._run(
+                self._release,
+                [model.generation, model.ranks, *states],
+                [home.owner for home in owned],
+            )
 
     # Ownership.
 

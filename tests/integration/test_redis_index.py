@@ -200,6 +200,34 @@ async def test_forgotten_scripts_are_sent_again(index: RedisIndex, redis_server:
     assert await overlap(index) == {E0: 12}
 
 
+async def test_dead_connections_cost_no_lookup(
+    index: RedisIndex, reader: RedisIndexReader, redis_server: Any
+) -> None:
+    """Redis closes what is idle; each round several connections, noticed or not yet noticed."""
+    await index.apply(update(E0, FULL, held(KEYS[:3])))
+    answers = []
+    for _ in range(20):
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(overlap(reader)) for _ in range(8)]
+        answers += [task.result() for task in asked]
+        redis_server.command("CLIENT", "KILL", "TYPE", "normal")
+        answers.append(await overlap(reader))
+
+    assert answers == 180 * [{E0: 12}]
+
+
+async def test_connection_that_breaks_under_a_write_costs_no_rewrite(
+    index: RedisIndex, redis_server: Any
+) -> None:
+    """It is sent again, and the fence would tell if it had been applied."""
+    await index.apply(update(E0, FULL))
+    for seq in range(1, 10):
+        redis_server.command("CLIENT", "KILL", "TYPE", "normal")
+        await index.apply(update(E0, held(KEYS[seq - 1 : seq]), seq=seq))
+
+    assert await overlap(index) == {E0: 36}
+
+
 async def test_cancelled_lookups_leave_no_answer_behind(
     index: RedisIndex, reader: RedisIndexReader
 ) -> None:
