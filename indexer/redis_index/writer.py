@@ -58,6 +58,8 @@ class _Home:
     trust: Trust
     groups: Groups = field(default_factory=dict)
     is_whole: bool = True
+    description: bytes = b""
+    """What the table of ranks should say of it."""
     record: Sequence[bytes | None] = ()
     """Digest and facts, as found when it was claimed."""
 
@@ -195,7 +197,7 @@ class RedisIndexWriter:
                 keys.state,
                 *home.data_keys(),
             ],
-            [home.owner, home.epoch, home.seq, self._lease_ms, keys.digest],
+            [home.owner, home.epoch, home.seq, self._lease_ms, keys.digest, home.description],
         )
         self._check(answer, rank, home)
         await self._sweep_ended(home)
@@ -258,6 +260,7 @@ class RedisIndexWriter:
             trust=self._trust.get(rank, entry.trust if entry else Trust.EXACT),
             groups={each.group: each for each in entry.groups} if entry else {},
             is_whole=is_whole,
+            description=description or b"",
             record=(digest, facts),
         )
         self._trust.setdefault(rank, home.trust)
@@ -302,8 +305,9 @@ class RedisIndexWriter:
     ) -> None:
         """Run the apply script; what is known of the rank follows only if it was applied."""
         entry = self._entry(rank, update.epoch, program.groups)
-        is_described = step in {"open", "end", "trust"} or program.groups != home.groups
         is_visible = step in {"open", "next", "end", "trust"}
+        is_described = is_visible and (step != "next" or program.groups != home.groups)
+        description = encode_entry(entry) if is_described else b""
         seq = str(update.seq).encode() if is_visible else step.encode()
         home.is_whole = False
         answer = await self._run(
@@ -318,7 +322,7 @@ class RedisIndexWriter:
                 *self._kept(home, step, update),
                 self._lease_ms,
                 home.keys.digest,
-                encode_entry(entry) if is_described and is_visible else b"",
+                description,
                 ROW_BYTES,
                 program.encode(),
                 *program.blobs,
@@ -327,6 +331,7 @@ class RedisIndexWriter:
         self._check(answer, rank, home)
         home.epoch, home.seq, home.groups = update.epoch, seq, program.groups
         home.trust = entry.trust
+        home.description = description or home.description
         home.is_whole = is_visible
 
     def _kept(self, home: _Home, step: str, update: RankUpdate) -> Sequence[Part]:

@@ -387,6 +387,23 @@ async def test_what_another_hand_changed_is_noticed(
     assert (await index.match(PROMPT))[E0].trust is Trust.DEGRADED
 
 
+async def test_lost_change_of_trust_is_noticed(
+    index: RedisIndex, settings: RedisSettings, redis_server: Any
+) -> None:
+    """It has no number of its own: a replica that lagged by just that looks whole otherwise."""
+    await index.apply(update(E0, FULL, held(KEYS[:2])))
+    keys = model_keys(settings.prefix, MODEL)
+    connection = RedisConnection(settings)
+    before = (await connection._ask("HGETALL", keys.ranks)).values()
+    await index.set_trust(E0, Trust.DEGRADED)
+    await index.renew(E0)
+    await connection._ask("HSET", keys.ranks, keys.rank(E0).digest, *before)
+    await connection.aclose()
+
+    with pytest.raises(IndexLostError):
+        await index.renew(E0)
+
+
 async def test_rank_is_out_of_sight_while_it_is_written_anew(
     index: RedisIndex, reader: RedisIndexReader
 ) -> None:
