@@ -142,7 +142,7 @@ class RedisConnection:
             pass  # of the pool's others any may be dead, too
         finally:
             await self._pool.release(connection)
-        connection = self._pool.make_connection()
+        connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         try:
             await connection.connect()
             return await _answer(connection, command)

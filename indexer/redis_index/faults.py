@@ -14,8 +14,7 @@ _REFUSALS: Sequence[tuple[Sequence[str], str]] = (
     (("READONLY", "ReadOnlyError"), "it is a replica: `redis.url` has to name the primary"),
     (
         ("WRONGPASS", "NOAUTH", "AuthenticationError"),
-        "it wants another password: look at the variable that `redis.password_env` names, and at "
-        "`redis.username`",
+        "it wants another password: look at the variable named by `redis.password_env`, and the user",
     ),
     (("NOPERM", "NoPermissionError"), "its ACL doesn't let this user run scripts on our keys"),
     (("LOADING", "BusyLoadingError"), "it is still loading its data"),

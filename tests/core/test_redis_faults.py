@@ -1,11 +1,18 @@
 """What is told of Redis's refusals: enough to act on, and none of its words."""
 
 import pytest
-from redis.asyncio.connection import BaseParser
+from redis._parsers import BaseParser
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from indexer.core.index import IndexFullError
 from indexer.redis_index.faults import index_error
+
+
+def answered(words: str) -> Exception:
+    """The client's error for this answer of a server."""
+    error: Exception = BaseParser.parse_error(words)  # type: ignore[no-untyped-call]
+    return error
+
 
 SECRET = "7305"  # noqa: S105 - what must not be shown
 
@@ -32,7 +39,7 @@ SECRET = "7305"  # noqa: S105 - what must not be shown
 )
 def test_refusal_says_what_to_change(answer: str, word: str) -> None:
     """By what Redis answered, without repeating it."""
-    told = str(index_error(BaseParser.parse_error(answer + SECRET)))
+    told = str(index_error(answered(answer + SECRET)))
 
     assert word in told
     assert SECRET not in told
@@ -40,7 +47,7 @@ def test_refusal_says_what_to_change(answer: str, word: str) -> None:
 
 def test_full_is_an_error_of_its_own() -> None:
     """The indexer makes room then."""
-    assert isinstance(index_error(BaseParser.parse_error("OOM no")), IndexFullError)
+    assert isinstance(index_error(answered("OOM no")), IndexFullError)
 
 
 def test_lost_connection_names_its_cause() -> None:

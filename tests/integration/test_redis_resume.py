@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
 from indexer.config import InstanceSource
@@ -27,6 +28,7 @@ from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
+from indexer.status import IndexerCollector
 from kvlb.index_backend import open_index
 
 CAPTURES = Path(__file__).parent.parent / "captures"
@@ -319,12 +321,15 @@ async def test_indexer_that_ends_on_purpose_lets_the_other_go_on_at_once(
         await engine.subscribed()
         engine.publish(stored(1, 2))
         before = await early.caught_up(R0, 0)
+        registry = CollectorRegistry()
+        registry.register(IndexerCollector(early))
         async with (
             open_index(settings) as second,
             indexing(source(engine), index=second.index) as (late, _),
         ):
             await late.caught_up(R0, 0)
             waiting = await early.until(R0, lambda now: now.is_standing_by)
+            shown = generate_latest(registry).decode().splitlines()
             engine.publish(stored(3, parent=2, first=2))
             await late.caught_up(R0, 1)
         after = await early.until(R0, lambda now: not now.is_standing_by and now.last_seq == 1)
@@ -334,6 +339,8 @@ async def test_indexer_that_ends_on_purpose_lets_the_other_go_on_at_once(
 
         assert (held_then, await held(first.index)) == (3, 2)
     assert waiting.problem == "standing by: another indexer writes this rank"
+    assert f'kvlb_rank_standby{{instance="{E0}",rank="0"}} 1.0' in shown
+    assert not any(line.startswith("kvlb_rank_trust{") for line in shown)
     assert (after.problem, after.epoch, after.epoch_reason) == (None, before.epoch, "resumed")
     assert settings.lease_s == 120
 
