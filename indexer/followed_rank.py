@@ -121,7 +121,7 @@ class FollowedRank:
             problem=self._problem or self.index_problem,
             epoch=blocks.epoch,
             epoch_reason=writer.epoch_reason,
-            last_seq=writer.applied_seq,
+            last_seq=writer.indexed_seq,
             trust=writer.trust,
             trust_reason=writer.trust_reason,
             trust_since_s=self._means.clock() - writer.trust_since_s,

@@ -58,7 +58,7 @@ class RankWriter:
         """What an earlier process left may be gone on with."""
         self.epoch_reason = ""
         self.applied_seq: int | None = None
-        """Batch whose changes the index has, in this epoch."""
+        """Batch whose changes the tables have, in this epoch; the index may be told soon."""
         self.lag_s: float | None = None
         self.named_rank: int | None = None
         """Rank that the newest batch names."""
@@ -76,7 +76,13 @@ class RankWriter:
             journal=means.journal,
             source=source,
             faults=counts.index_faults,
+            on_progress=means.on_progress,
         )
+
+    @property
+    def indexed_seq(self) -> int | None:
+        """Newest batch that the index has been told of, in this epoch."""
+        return self.keeper.written_seq if self.keeper.has_unwritten else self.applied_seq
 
     @property
     def blocks(self) -> RankBlocks:

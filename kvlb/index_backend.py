@@ -1,5 +1,6 @@
 """Opens the index that the settings name: in this process's memory, or in Redis."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -35,22 +36,35 @@ async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]
     if settings is None:
         yield OpenIndex(index=MemoryIndex(), journal=None)
         return
-    index = RedisIndex(RedisConnection(settings))
-    try:
-        yield OpenIndex(index=index, journal=index)
-    finally:
+    async with _connected(settings) as connection:
+        index = RedisIndex(connection)
         try:
-            await index.release()
-        except BlockIndexError as error:
-            _logger.warning("ranks_not_released", error=str(error))
-        await index.aclose()
+            yield OpenIndex(index=index, journal=index)
+        finally:
+            try:
+                await index.release()
+            except BlockIndexError as error:
+                _logger.warning("ranks_not_released", error=str(error))
 
 
 @asynccontextmanager
 async def open_reader(settings: RedisSettings) -> AsyncIterator[PrefixLookup]:
-    """For a process that only looks things up. Nothing is asked of Redis yet."""
+    """For a process that only looks things up."""
+    async with _connected(settings) as connection:
+        yield RedisIndexReader(connection)
+
+
+@asynccontextmanager
+async def _connected(settings: RedisSettings) -> AsyncIterator[RedisConnection]:
+    """With connections that are opened ahead of need."""
     connection = RedisConnection(settings)
     try:
-        yield RedisIndexReader(connection)
+        async with asyncio.TaskGroup() as group:
+            ahead = group.create_task(connection.run_ahead())
+            yield connection
+            ahead.cancel()
+    except ExceptionGroup as group_error:
+        # Callers know the block's own error by its type, not as one of a group.
+        raise group_error.exceptions[0] from group_error
     finally:
         await connection.aclose()

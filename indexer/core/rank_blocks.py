@@ -137,6 +137,11 @@ class RankBlocks:
 
     def apply(self, seq: int, batch: EventBatch, digest: int = 0) -> RankUpdate:
         """Apply one batch, in the order of its number. Never fails."""
+        self.absorb(batch)
+        return self.take(seq, digest)
+
+    def absorb(self, batch: EventBatch) -> None:
+        """Apply one batch, and leave what it changes for `take`."""
         for event in batch.events:
             if isinstance(event, BlockRemoved):
                 self._remove(event)
@@ -151,6 +156,9 @@ class RankBlocks:
             self._store_only.expire(self._groups, batch.ts)
         if self._windows:
             self._resolve_windows()
+
+    def take(self, seq: int, digest: int = 0) -> RankUpdate:
+        """What the batches since the last call changed, net; `seq` is the last one's number."""
         if self._keeps_rows:
             return self._update(seq, digest, self._take_changes(), self._take_rows())
         return RankUpdate(

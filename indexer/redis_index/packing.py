@@ -140,12 +140,20 @@ def pack_part(part: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(part), part)
 
 
+def pack_command(*parts: str | bytes | int) -> bytes:
+    """A whole command, as it goes over the wire."""
+    packed = [pack_part(part if isinstance(part, bytes) else str(part).encode()) for part in parts]
+    return b"*%d\r\n%b" % (len(packed), b"".join(packed))
+
+
 class PackedKeys:
     """Keys of a script, with their number in front, ready to be sent any number of times."""
 
-    __slots__ = ("count", "packed")
+    __slots__ = ("count", "first", "packed")
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.count = len(keys)
+        self.first = keys[0]
+        """Says which node of a cluster has all of them."""
         parts = (str(len(keys)), *keys)
         self.packed = b"".join([pack_part(part.encode()) for part in parts])

@@ -439,10 +439,10 @@ async def test_lost_change_of_trust_is_noticed(
     await index.apply(update(E0, FULL, held(KEYS[:2])))
     keys = model_keys(settings.prefix, MODEL)
     connection = RedisConnection(settings)
-    before = (await connection._ask("HGETALL", keys.ranks)).values()
+    before = await connection.ask("HGETALL", keys.ranks)
     await index.set_trust(E0, Trust.DEGRADED)
     await index.renew(E0)
-    await connection._ask("HSET", keys.ranks, keys.rank(E0).digest, *before)
+    await connection.ask("HSET", keys.ranks, *before)
     await connection.aclose()
 
     with pytest.raises(IndexLostError):
