@@ -7,10 +7,10 @@ Rules:
    whose parent's row is missing is never taken for the beginning of a prompt.
 3. Rows change with the batch that changes them: the newest state of each, told once.
 
-Cost: 2 µs per row; nothing where no backend keeps them.
+Cost: 0.3 µs per plain row, 1.5 µs per other; nothing where no backend keeps them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -37,6 +37,21 @@ class GroupRows(msgspec.Struct, frozen=True, gc=False):
     group: int
     written: Sequence[BlockRow]
     gone: Sequence[EngineHash]
+    plain: Sequence[int] = ()
+    """More that are written: engine hash, key and parent of blocks that hang under a block and
+    have one copy, on the fastest tier. Nearly all are such, and three numbers are quickly made."""
+
+    def rows(self) -> Iterator[BlockRow]:
+        """All that are written."""
+        yield from self.written
+        numbers = iter(self.plain)
+        for engine_hash, key, parent in zip(numbers, numbers, numbers, strict=True):
+            yield plain_row(EngineHash(engine_hash), BlockKey(key), BlockKey(parent))
+
+
+def plain_row(engine_hash: EngineHash, key: BlockKey, parent: BlockKey) -> BlockRow:
+    """The row that these three numbers stand for."""
+    return BlockRow(engine_hash, key, parent, is_first=False, copies=(1, 0, 0))
 
 
 class RankFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -226,7 +226,7 @@ class RankBlocks:
         taken = [
             _rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
         ]
-        return [rows for rows in taken if rows.written or rows.gone]
+        return [rows for rows in taken if rows.written or rows.plain or rows.gone]
 
     def _remove(self, event: BlockRemoved) -> None:
         number, hashes = event.group, event.hashes
@@ -391,14 +391,14 @@ def _is_aligned(event: BlockStored) -> bool:
 
 def _rows_of(number: int, group: Group, hashes: Iterable[EngineHash]) -> GroupRows:
     written: list[BlockRow] = []
-    gone: list[EngineHash] = []
-    for engine_hash in hashes:
+    plain, gone, rest = group.plain_rows(hashes)
+    for engine_hash in rest:
         row = group.row(engine_hash)
         if row is None:
             gone.append(engine_hash)
         else:
             written.append(row)
-    return GroupRows(number, written, gone)
+    return GroupRows(number, written, gone, plain)
 
 
 def _parts(items: Iterable[Item], most: int) -> Iterator[list[Item]]:

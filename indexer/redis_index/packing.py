@@ -11,7 +11,7 @@ from sys import byteorder
 
 import msgspec
 
-from indexer.core.block_rows import BlockRow
+from indexer.core.block_rows import BlockRow, plain_row
 from indexer.core.block_tree import TIERS
 from indexer.core.index import GroupKind, GroupSpec
 from indexer.core.types import BlockKey, EngineHash, InstanceId, RankId, Tier, Trust
@@ -20,7 +20,10 @@ TIER_NUMBER = {tier: number for number, tier in enumerate(TIERS)}
 
 _ROW = Struct("<QQQBHHH")
 ROW_BYTES = _ROW.size
+PLAIN_ROW_BYTES = 24
+"""Engine hash, key, parent: what `GroupRows.plain` has of a row."""
 _VALUE = Struct("<QQBHHH")
+_PLAIN_VALUE = Struct("<QQ")
 _HASH_BYTES = 8
 _HAS_KEY, _HAS_PARENT, _IS_FIRST = 1, 2, 4
 _MOST_COPIES = 2**16 - 1
@@ -116,10 +119,13 @@ def _pack_row(row: BlockRow) -> bytes:
 
 def unpack_row(field: bytes, value: bytes) -> BlockRow:
     """Raises struct.error."""
+    engine_hash = EngineHash(int.from_bytes(field, "little"))
+    if len(value) == _PLAIN_VALUE.size:
+        return plain_row(engine_hash, *_PLAIN_VALUE.unpack(value))
     key, parent, flags, *copies = _VALUE.unpack(value)
     gpu, cpu, storage = copies
     return BlockRow(
-        engine_hash=EngineHash(int.from_bytes(field, "little")),
+        engine_hash=engine_hash,
         key=BlockKey(key) if flags & _HAS_KEY else None,
         parent=BlockKey(parent) if flags & _HAS_PARENT else None,
         is_first=bool(flags & _IS_FIRST),
