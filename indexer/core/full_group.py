@@ -109,9 +109,8 @@ class FullGroup:
         """
         keys, parents = self.tree.columns()
         fastest, *slower = self._held
-        others: list[dict[EngineHash, Any]] = [
-            table for table in (*slower, *self._surplus, self._ghosts) if table
-        ]
+        tables: tuple[dict[EngineHash, Any], ...] = (*slower, *self._surplus, self._ghosts)
+        others = [table for table in tables if table]
         plain: list[int] = []
         gone: list[EngineHash] = []
         rest: list[EngineHash] = []
