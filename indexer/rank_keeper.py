@@ -39,8 +39,10 @@ from indexer.core.types import Trust
 _logger = structlog.get_logger(__name__)
 
 BEFORE_FIRST_SEQ = -1
-_MOST_UNWRITTEN_BYTES = 256 * 1024
-"""Of payloads: some 2,000 blocks, 5 ms of a Redis."""
+_MOST_UNWRITTEN_BYTES = 64 * 1024
+"""Of payloads: some 400 blocks, 0.7 ms of a Redis. Twice as many made it 5 % faster."""
+_PART_BLOCKS = 1024
+"""Of a rank that is written anew: 2 ms of a Redis."""
 _LONGEST_PAUSE = 32
 """Heartbeats between attempts at a rewrite that keeps failing."""
 
@@ -230,7 +232,7 @@ class RankKeeper:
         if self._latest is not None:
             blocks, seq, digest = self._latest
             blocks.take(seq, digest)  # the snapshot has it too
-            parts = blocks.snapshot(seq, digest)
+            parts = blocks.snapshot(seq, digest, _PART_BLOCKS)
             if not await self._attempt(lambda: journal.rewrite(self._model, self._trust, parts)):
                 return False
             self._settle(seq)

@@ -13,6 +13,7 @@ from indexer.memory_index import MemoryIndex
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
+from indexer.redis_index.server_check import check_server
 from indexer.redis_index.settings import RedisSettings
 
 _logger = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]
         return
     async with _connected(settings) as connection:
         index = RedisIndex(connection)
+        await check_server(connection)
         try:
             yield OpenIndex(index=index, journal=index)
         finally:

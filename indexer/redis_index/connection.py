@@ -125,7 +125,7 @@ class RedisConnection:
         return members
 
     async def ask(self, name: str, key: str = "", *parts: Part) -> Any:
-        """Any command of one key, or of none, at the writer's pace."""
+        """Any command of one key, at the writer's pace; or of none, for any node."""
         command = pack_command(name, *((key, *parts) if key else ()))
         try:
             async with asyncio.timeout(self.settings.write_timeout_s):

@@ -72,6 +72,8 @@ class Lane(asyncio.Protocol):
         )
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._transport: asyncio.Transport | None = None
+        self._outgoing: list[bytes] = []
+        """Sent together when everybody who is ready to ask has asked: one system call for many."""
 
     @classmethod
     async def open(cls, address: Address, access: Access) -> Self:
@@ -101,7 +103,9 @@ class Lane(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         answers = [loop.create_future() for _ in commands]
         self._waiting += answers
-        self._transport.write(b"".join(commands))
+        if not self._outgoing:
+            loop.call_soon(self._send)
+        self._outgoing += commands
         return answers[-1]
 
     def close(self) -> None:
@@ -127,6 +131,11 @@ class Lane(asyncio.Protocol):
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_exception(ConnectionResetError("Redis closed the connection"))
+
+    def _send(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if self._transport is not None:
+            self._transport.write(b"".join(outgoing))
 
     def _settle(self, answer: Any) -> None:
         waiting = self._waiting.popleft()

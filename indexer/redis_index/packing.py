@@ -6,6 +6,7 @@ so that a reader who has it knows every key to ask for.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from struct import Struct
 from sys import byteorder
 
@@ -152,6 +153,12 @@ def pack_command(*parts: str | bytes | int) -> bytes:
     return b"*%d\r\n%b" % (len(packed), b"".join(packed))
 
 
+@lru_cache(maxsize=65_536)
+def _pack_key(key: str) -> bytes:
+    # Written to again and again, and looked up with every prompt.
+    return pack_part(key.encode())
+
+
 class PackedKeys:
     """Keys of a script, with their number in front, ready to be sent any number of times."""
 
@@ -161,5 +168,4 @@ class PackedKeys:
         self.count = len(keys)
         self.first = keys[0]
         """Says which node of a cluster has all of them."""
-        parts = (str(len(keys)), *keys)
-        self.packed = b"".join([pack_part(part.encode()) for part in parts])
+        self.packed = pack_part(b"%d" % len(keys)) + b"".join(map(_pack_key, keys))

@@ -17,6 +17,7 @@ from balancer.router import Router
 from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
 from indexer.core.hashing import Namespace
 from indexer.core.index import (
+    BlocksDropped,
     BlocksHeld,
     Change,
     GroupKind,
@@ -571,6 +572,52 @@ def test_missing_password_names_its_variable() -> None:
     """Before anything connects."""
     with pytest.raises(ValueError, match="KVLB_NOT_SET"):
         RedisConnection(RedisSettings(password_env="KVLB_NOT_SET"))  # noqa: S106 - a name
+
+
+# Many ranks.
+
+
+@pytest.mark.timeout(60)
+async def test_256_ranks_of_a_dead_indexer_leave_with_their_lease(
+    redis_server: Any, other: RedisIndex
+) -> None:
+    """Every key of every rank; a lookup shows none of them from then on."""
+    settings = redis_server.settings(lease_s=3, heartbeat_s=0.5)
+    connection = RedisConnection(settings)
+    index, reader = RedisIndex(connection), RedisIndexReader(connection)
+    ranks = [RankId(E0.instance, number) for number in range(256)]
+    async with asyncio.TaskGroup() as group:
+        for rank in ranks:
+            group.create_task(index.apply(update(rank, FULL, held(KEYS[:3]))))
+    before = await overlap(reader)
+    async with asyncio.timeout(20):
+        while keys_under(redis_server, settings):
+            await asyncio.sleep(0.1)
+    after = await overlap(reader)
+    await connection.aclose()
+
+    assert before == dict.fromkeys(ranks, 12)
+    assert after == {}
+
+
+async def test_256_ranks_change_hands_without_counting_twice(
+    index: RedisIndex, other: RedisIndex
+) -> None:
+    """Another indexer takes them all, the first lets go, and takes them back."""
+    ranks = [RankId(E0.instance, number) for number in range(256)]
+    for rank in ranks:
+        await index.apply(update(rank, FULL, held(KEYS[:3])))
+    for rank in ranks:
+        assert await other.last_epoch(rank, MODEL) == 1
+    for rank in ranks:
+        with pytest.raises(NotOwnerError):
+            await index.apply(update(rank, held(KEYS[3:5]), seq=1))
+    await other.release()
+    for rank in ranks:
+        assert await index.restore(rank, MODEL)
+        await index.apply(update(rank, BlocksDropped(0, Tier.GPU, KEYS[2:3]), seq=1))
+
+    assert await overlap(index) == dict.fromkeys(ranks, 8)
 
 
 # Others on the same server.
