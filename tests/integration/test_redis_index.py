@@ -591,7 +591,9 @@ async def test_256_ranks_of_a_dead_indexer_leave_with_their_lease(
             group.create_task(index.apply(update(rank, FULL, held(KEYS[:3]))))
     before = await overlap(reader)
     async with asyncio.timeout(20):
-        while keys_under(redis_server, settings):
+        while True:
+            if not keys_under(redis_server, settings):
+                break
             await asyncio.sleep(0.1)
     after = await overlap(reader)
     await connection.aclose()

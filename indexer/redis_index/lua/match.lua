@@ -32,7 +32,8 @@ end
 -- One group of one rank: block size, blocks needed at the boundary, and its sets, fastest first.
 local function take_group()
   local group = {tiers = {}, sets = {}}
-  group.blocks = ARGV[3 + take()]
+  group.list = take()
+  group.blocks = ARGV[3 + group.list]
   group.size = take()
   group.needed = take()
   for each = 1, take() do
@@ -65,13 +66,24 @@ local function is_held(group, number)
   return false
 end
 
--- How many of the prompt's blocks are held, by bisection: held means reachable. Asking for several
--- blocks per call (SMISMEMBER) takes fewer calls and more time.
-local function depth(group)
+-- Depth of the last rank that held anything, by list of blocks.
+local neighbour = {}
+
+-- How many of the prompt's blocks are held, by bisection: held means reachable. It begins where the
+-- last rank ended, since many hold the same beginning and nothing more: two probes then. Asking for
+-- several blocks per call (SMISMEMBER) takes fewer calls and more time.
+local function search(group)
   local blocks, set = group.blocks, group.sets[1]
-  local low, high = 0, #blocks / 8
-  if not set or high == 0 or not is_held(group, 0) then return 0 end
-  low = 1
+  local low, high, near = 1, #blocks / 8, neighbour[group.list]
+  if near then
+    if near > 1 and not is_held(group, near - 1) then
+      high = near - 1
+    else
+      low = near
+      if near < high and not is_held(group, near) then return near end
+      if near < high then low = near + 1 end
+    end
+  end
   if #group.sets > 1 then
     while low < high do
       local middle = floor((low + high) / 2)
@@ -85,6 +97,13 @@ local function depth(group)
     if call('SISMEMBER', set, key) == 1 then low = middle + 1 else high = middle end
   end
   return low
+end
+
+local function depth(group)
+  if #group.sets == 0 or #group.blocks == 0 or not is_held(group, 0) then return 0 end
+  local found = search(group)
+  neighbour[group.list] = found
+  return found
 end
 
 -- Largest end before which a window or state group has the blocks it needs.
