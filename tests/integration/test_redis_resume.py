@@ -374,7 +374,7 @@ async def test_ranks_that_cannot_be_released_wait_for_the_lease(own_redis: Any) 
             await opened.journal.restore(R0, "tiny")
             server.stop()
 
-    assert [each["event"] for each in logs] == ["ranks_not_released"]
+    assert "ranks_not_released" in [each["event"] for each in logs]
 
 
 # Redis fails.
