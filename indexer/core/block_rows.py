@@ -10,8 +10,8 @@ Rules:
 Cost: 0.3 µs per plain row, 1.5 µs per other; nothing where no backend keeps them.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -67,3 +67,30 @@ class RankFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Root key and present id of each adapter."""
     store_only: tuple[tuple[int, int], ...] = ()
     """Groups and tiers, by number, in which copies leave by age only."""
+
+
+class RowSource(Protocol):
+    """A group that can tell its rows."""
+
+    def plain_rows(
+        self, hashes: Iterable[EngineHash]
+    ) -> tuple[list[int], list[EngineHash], Iterable[EngineHash]]:
+        """What `GroupRows.plain` has, hashes that are gone, and those `row` has to be asked for."""
+        ...
+
+    def row(self, engine_hash: EngineHash) -> BlockRow | None:
+        """None: nothing is left of it."""
+        ...
+
+
+def rows_of(number: int, group: RowSource, hashes: Iterable[EngineHash]) -> GroupRows:
+    """The newest rows of these hashes."""
+    written: list[BlockRow] = []
+    plain, gone, rest = group.plain_rows(hashes)
+    for engine_hash in rest:
+        row = group.row(engine_hash)
+        if row is None:
+            gone.append(engine_hash)
+        else:
+            written.append(row)
+    return GroupRows(number, written, gone, plain)

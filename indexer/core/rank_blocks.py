@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from indexer.core.adapters import Adapters
-from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
+from indexer.core.block_rows import BlockRow, GroupRows, RankFacts, rows_of
 from indexer.core.block_tree import TIERS
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.full_group import FullGroup
@@ -178,7 +178,7 @@ class RankBlocks:
                 for keys in _parts(group.held_keys(tier_number), part_blocks):
                     yield self._update(seq, digest, [BlocksHeld(number, tier, keys)], ())
             for hashes in _parts(group.known_hashes(), part_blocks):
-                yield self._update(seq, digest, (), [_rows_of(number, group, hashes)])
+                yield self._update(seq, digest, (), [rows_of(number, group, hashes)])
 
     def restore(
         self,
@@ -224,7 +224,7 @@ class RankBlocks:
 
     def _take_rows(self) -> list[GroupRows]:
         taken = [
-            _rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
+            rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
         ]
         return [rows for rows in taken if rows.written or rows.plain or rows.gone]
 
@@ -387,18 +387,6 @@ class RankBlocks:
 
 def _is_aligned(event: BlockStored) -> bool:
     return len(event.token_ids) == len(event.hashes) * event.block_size
-
-
-def _rows_of(number: int, group: Group, hashes: Iterable[EngineHash]) -> GroupRows:
-    written: list[BlockRow] = []
-    plain, gone, rest = group.plain_rows(hashes)
-    for engine_hash in rest:
-        row = group.row(engine_hash)
-        if row is None:
-            gone.append(engine_hash)
-        else:
-            written.append(row)
-    return GroupRows(number, written, gone, plain)
 
 
 def _parts(items: Iterable[Item], most: int) -> Iterator[list[Item]]:

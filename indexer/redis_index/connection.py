@@ -15,22 +15,20 @@ Rules:
 """
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 from indexer.redis_index.cluster import SlotTable, slot_of
 from indexer.redis_index.faults import index_error
-from indexer.redis_index.lane import Access, Address, Lane, RedisRefusal
+from indexer.redis_index.lane import Address, Lane, RedisRefusal
 from indexer.redis_index.packing import PackedKeys, pack_command, pack_part
+from indexer.redis_index.server import find_server
 from indexer.redis_index.settings import RedisSettings
 
 _ROWS_PER_SCAN = 2000
-_PORT = 6379
 _WATCH_S = 0.2
 """How often it is looked if connections are still open."""
 
@@ -62,7 +60,7 @@ class RedisConnection:
     def __init__(self, settings: RedisSettings) -> None:
         """Connects at the first call. Raises ValueError if the password's variable isn't set."""
         self.settings = settings
-        self._seed, self._access = _target(settings)
+        self._seed, self._access = find_server(settings)
         self._lanes: dict[tuple[Address, bool], Lane] = {}
         self._opening: dict[tuple[Address, bool], asyncio.Lock] = {}
         self._slots = SlotTable()
@@ -192,21 +190,3 @@ def _named_node(refusal: RedisRefusal, asked: Address) -> Address:
     """`ASK slot host:port`."""
     host, _, port = str(refusal).split(" ")[2].rpartition(":")
     return Address(host or asked.host, int(port))
-
-
-def _target(settings: RedisSettings) -> tuple[Address, Access]:
-    parts = urlsplit(settings.url)
-    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    is_unix = parts.scheme == "unix"
-    number = options.get("db", "0") if is_unix else parts.path.strip("/") or options.get("db", "0")
-    access = Access(
-        username=settings.username,
-        password=settings.password(),
-        database=int(number),
-        tls=ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
-        if parts.scheme == "rediss"
-        else None,
-    )
-    if is_unix:
-        return Address(unquote(parts.path)), access
-    return Address(parts.hostname or "localhost", parts.port or _PORT), access

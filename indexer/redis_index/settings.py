@@ -92,7 +92,9 @@ def _fault_of_host(parts: SplitResult) -> str | None:
     if parts.fragment or (options and parts.scheme != "rediss"):
         return "nothing follows the database"
     if not all(_TLS_OPTION.fullmatch(each) for each in options):
-        return "only ssl_ca_certs, ssl_certfile, ssl_keyfile and ssl_cert_reqs can follow the database"
+        return (
+            "only ssl_ca_certs, ssl_certfile, ssl_keyfile and ssl_cert_reqs can follow the database"
+        )
     return None
 
 

@@ -144,8 +144,33 @@ async def test_encrypted_connection_checks_who_answers(
     async with connecting(RedisSettings(url=url)) as connection:
         with pytest.raises(IndexUnavailableError, match="SSLCertVerificationError"):
             await connection.ping()
+    async with connecting(RedisSettings(url=f"{url}?ssl_cert_reqs=none")) as connection:
+        await connection.ping()
 
     assert server.command("-n", "2", "GET", "here") == "1"
+
+
+async def test_server_may_want_to_know_who_asks(
+    connecting: Connecting, own_redis: Any, identity: tuple[Path, Path], unused_url: str
+) -> None:
+    """A certificate of our own, from the URL."""
+    key, certificate = identity
+    port = unused_url.rpartition(":")[2]
+    server = own_redis("--tls-port", port, "--tls-ca-cert-file", str(certificate))
+    server.start("--tls-cert-file", str(certificate), "--tls-key-file", str(key))
+    url = f"rediss://localhost:{port}?ssl_ca_certs={certificate}"
+    ours = f"&ssl_certfile={certificate}&ssl_keyfile={key}"
+    async with connecting(RedisSettings(url=url + ours)) as connection:
+        await connection.ping()
+    async with connecting(RedisSettings(url=url)) as connection:
+        with pytest.raises(IndexUnavailableError, match="no connection"):
+            await connection.ping()
+
+
+def test_certificate_that_is_not_there_is_refused() -> None:
+    """Before anything connects, by the key to change."""
+    with pytest.raises(ValueError, match="url"):
+        RedisConnection(RedisSettings(url="rediss://localhost?ssl_ca_certs=/nowhere"))
 
 
 async def test_server_that_evicts_is_warned_of(connecting: Connecting, own_redis: Any) -> None:
