@@ -158,6 +158,7 @@ class RankKeeper:
 
     async def set_trust(self, trust: Trust) -> None:
         async with self._turn:
+            await self._write_latest()  # nobody shall believe in what isn't there yet
             self._trust = trust
             if not self.is_behind:
                 await self._attempt(lambda: self._index.set_trust(self._rank, trust))

@@ -139,11 +139,19 @@ class RankWriter:
         )
 
     async def set_trust(self, trust: Trust, reason: str) -> None:
+        # Bad news at once; good news when the index has what they speak of.
+        if trust is Trust.EXACT:
+            await self.keeper.set_trust(trust)
+            self._show_trust(trust, reason)
+        else:
+            self._show_trust(trust, reason)
+            await self.keeper.set_trust(trust)
+
+    def _show_trust(self, trust: Trust, reason: str) -> None:
         if trust is not self.trust:
             self.trust_since_s = self._means.clock()
             self._log(_logger.info, "trust_changed", trust=trust.value, reason=reason)
         self.trust, self.trust_reason = trust, reason
-        await self.keeper.set_trust(trust)
 
     def on_effect(self, effect: Effect) -> None:
         """Nothing to do: counted by the subscriber."""
