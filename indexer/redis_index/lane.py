@@ -6,8 +6,8 @@ Rules:
 2. When the connection ends, everyone who still waits is told so, and the lane is of no more use.
 3. Nothing is retried here. A refusal is raised as it was said, as `RedisRefusal`.
 
-Cost: 15 µs of CPU per command and answer. A pool of connections took 150 µs, and reconnected
-after each lookup that its deadline had cut short.
+Cost: 27 µs of CPU per command and answer, 13 where eight ask at once. A client library's pool
+took 68 and 49 µs, and reconnected after each lookup that its deadline had cut short.
 """
 
 import asyncio
