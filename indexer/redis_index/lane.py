@@ -15,7 +15,7 @@ import ssl
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import hiredis
 
@@ -115,8 +115,8 @@ class Lane(asyncio.Protocol):
     # asyncio.Protocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - for the type
-        self._transport = transport
+        # uvloop's are of no class of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from structlog.testing import capture_logs
 
 from indexer.core.index import IndexUnavailableError
@@ -49,6 +50,21 @@ async def test_everybody_shares_one_connection(connecting: Connecting, own_redis
 
         assert answers == [f"word {n}" for n in range(200)]
         assert clients(server) == 1
+
+
+def test_processes_run_on_another_loop(redis_server: Any) -> None:
+    """uvloop's transports and futures are its own; also with a connection that was killed."""
+
+    async def ask() -> list[bytes]:
+        connection = RedisConnection(redis_server.settings())
+        answers = [await connection.ask("ECHO", "one")]
+        redis_server.command("CLIENT", "KILL", "TYPE", "normal")
+        answers.append(await connection.ask("ECHO", "two"))
+        await connection.aclose()
+        return answers
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(ask()) == [b"one", b"two"]
 
 
 async def test_deadline_costs_only_who_missed_it(connecting: Connecting, own_redis: Any) -> None:
