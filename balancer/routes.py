@@ -155,6 +155,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "draining": api.state.is_draining,
                 "reasons": reasons,
                 "conflicts": surface.conflicts(),
+                "index_problem": surface.router.lookup_problem,
                 "instances": [
                     render_instance(each, surface.ledger, facts) for each in fleet.instances
                 ],

@@ -58,7 +58,7 @@ class RankWriter:
         """What an earlier process left may be gone on with."""
         self.epoch_reason = ""
         self.applied_seq: int | None = None
-        """Batch whose changes the index has, in this epoch."""
+        """Batch whose changes the tables have, in this epoch; the index may be told soon."""
         self.lag_s: float | None = None
         self.named_rank: int | None = None
         """Rank that the newest batch names."""
@@ -74,10 +74,15 @@ class RankWriter:
         self.keeper = RankKeeper(
             index=means.index,
             journal=means.journal,
-            rank=source.rank,
-            model=source.model,
+            source=source,
             faults=counts.index_faults,
+            on_progress=means.on_progress,
         )
+
+    @property
+    def indexed_seq(self) -> int | None:
+        """Newest batch that the index has been told of, in this epoch."""
+        return self.keeper.written_seq if self.keeper.has_unwritten else self.applied_seq
 
     @property
     def blocks(self) -> RankBlocks:
@@ -134,11 +139,19 @@ class RankWriter:
         )
 
     async def set_trust(self, trust: Trust, reason: str) -> None:
+        # Bad news at once; good news when the index has what they speak of.
+        if trust is Trust.EXACT:
+            await self.keeper.set_trust(trust)
+            self._show_trust(trust, reason)
+        else:
+            self._show_trust(trust, reason)
+            await self.keeper.set_trust(trust)
+
+    def _show_trust(self, trust: Trust, reason: str) -> None:
         if trust is not self.trust:
             self.trust_since_s = self._means.clock()
             self._log(_logger.info, "trust_changed", trust=trust.value, reason=reason)
         self.trust, self.trust_reason = trust, reason
-        await self.keeper.set_trust(trust)
 
     def on_effect(self, effect: Effect) -> None:
         """Nothing to do: counted by the subscriber."""

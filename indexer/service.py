@@ -91,6 +91,7 @@ class IndexerService:
         """`journal` is the index too, if what it has outlives this process."""
         self.index_size = IndexSize()
         """As measured last."""
+        self._size_problem: str | None = None
         self._config = config
         self._wanted = {source.instance: source for source in sources}
         self._index = index
@@ -139,8 +140,10 @@ class IndexerService:
         """Bring `index_size` up to date."""
         try:
             self.index_size = await self._index.size()
-        except IndexUnavailableError:
+            self._size_problem = None
+        except IndexUnavailableError as error:
             self.index_size = IndexSize()
+            self._size_problem = str(error)
 
     # What can be seen.
 
@@ -157,6 +160,16 @@ class IndexerService:
             for entry in self._instances.values()
             for followed, _ in entry.ranks.values()
         ]
+
+    @property
+    def index_problem(self) -> str | None:
+        """Why the index can't be read or written now, and what to change."""
+        problems = (
+            followed.index_problem
+            for entry in self._instances.values()
+            for followed, _ in entry.ranks.values()
+        )
+        return next(filter(None, problems), self._size_problem)
 
     def rank_status(self, rank: RankId) -> RankStatus | None:
         """One rank; None while it isn't followed."""

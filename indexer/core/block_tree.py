@@ -85,6 +85,10 @@ class BlockTree:
     def key(self, node: Node) -> BlockKey:
         return self._keys[node]
 
+    def columns(self) -> tuple[Sequence[BlockKey], Sequence[Node]]:
+        """Key and parent of every node, for who reads many."""
+        return self._keys, self._parents
+
     def parent(self, node: Node) -> tuple[BlockKey, bool]:
         """Key of the block or root above a block, and whether that is a root."""
         above = self._parents[node]

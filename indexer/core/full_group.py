@@ -100,6 +100,35 @@ class FullGroup:
         touched, self._touched = self._touched, None if self._touched is None else set()
         return touched or ()
 
+    def plain_rows(
+        self, hashes: Iterable[EngineHash]
+    ) -> tuple[list[int], list[EngineHash], Iterable[EngineHash]]:
+        """Rows of blocks with one copy, on the fastest tier, under a block: hash, key and parent.
+
+        Then hashes that are gone, and those for which `row` has to be asked.
+        """
+        keys, parents = self.tree.columns()
+        fastest, *slower = self._held
+        tables: tuple[dict[EngineHash, Any], ...] = (*slower, *self._surplus, self._ghosts)
+        others = [table for table in tables if table]
+        plain: list[int] = []
+        gone: list[EngineHash] = []
+        rest: list[EngineHash] = []
+        for engine_hash in hashes:
+            if others and any(engine_hash in table for table in others):
+                rest.append(engine_hash)
+                continue
+            node = fastest.get(engine_hash)
+            if node is None:
+                gone.append(engine_hash)
+                continue
+            above = parents[node]
+            if parents[above]:
+                plain += (engine_hash, keys[node], keys[above])
+            else:
+                rest.append(engine_hash)
+        return plain, gone, rest
+
     def row(self, engine_hash: EngineHash) -> BlockRow | None:
         """What there is to keep of a hash; None: nothing."""
         node = self._node_of(engine_hash)

@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from indexer.core.adapters import Adapters
-from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
+from indexer.core.block_rows import BlockRow, GroupRows, RankFacts, rows_of
 from indexer.core.block_tree import TIERS
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.full_group import FullGroup
@@ -137,6 +137,11 @@ class RankBlocks:
 
     def apply(self, seq: int, batch: EventBatch, digest: int = 0) -> RankUpdate:
         """Apply one batch, in the order of its number. Never fails."""
+        self.absorb(batch)
+        return self.take(seq, digest)
+
+    def absorb(self, batch: EventBatch) -> None:
+        """Apply one batch, and leave what it changes for `take`."""
         for event in batch.events:
             if isinstance(event, BlockRemoved):
                 self._remove(event)
@@ -151,6 +156,9 @@ class RankBlocks:
             self._store_only.expire(self._groups, batch.ts)
         if self._windows:
             self._resolve_windows()
+
+    def take(self, seq: int, digest: int = 0) -> RankUpdate:
+        """What the batches since the last call changed, net; `seq` is the last one's number."""
         if self._keeps_rows:
             return self._update(seq, digest, self._take_changes(), self._take_rows())
         return RankUpdate(
@@ -170,7 +178,7 @@ class RankBlocks:
                 for keys in _parts(group.held_keys(tier_number), part_blocks):
                     yield self._update(seq, digest, [BlocksHeld(number, tier, keys)], ())
             for hashes in _parts(group.known_hashes(), part_blocks):
-                yield self._update(seq, digest, (), [_rows_of(number, group, hashes)])
+                yield self._update(seq, digest, (), [rows_of(number, group, hashes)])
 
     def restore(
         self,
@@ -216,9 +224,9 @@ class RankBlocks:
 
     def _take_rows(self) -> list[GroupRows]:
         taken = [
-            _rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
+            rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
         ]
-        return [rows for rows in taken if rows.written or rows.gone]
+        return [rows for rows in taken if rows.written or rows.plain or rows.gone]
 
     def _remove(self, event: BlockRemoved) -> None:
         number, hashes = event.group, event.hashes
@@ -379,18 +387,6 @@ class RankBlocks:
 
 def _is_aligned(event: BlockStored) -> bool:
     return len(event.token_ids) == len(event.hashes) * event.block_size
-
-
-def _rows_of(number: int, group: Group, hashes: Iterable[EngineHash]) -> GroupRows:
-    written: list[BlockRow] = []
-    gone: list[EngineHash] = []
-    for engine_hash in hashes:
-        row = group.row(engine_hash)
-        if row is None:
-            gone.append(engine_hash)
-        else:
-            written.append(row)
-    return GroupRows(number, written, gone)
 
 
 def _parts(items: Iterable[Item], most: int) -> Iterator[list[Item]]:

@@ -73,6 +73,12 @@ class WindowGroup:
         touched, self._touched = self._touched, None if self._touched is None else set()
         return touched or ()
 
+    def plain_rows(
+        self, hashes: Iterable[EngineHash]
+    ) -> tuple[list[int], list[EngineHash], Iterable[EngineHash]]:
+        """See `FullGroup`: no row here is that plain."""
+        return [], [], hashes
+
     def row(self, engine_hash: EngineHash) -> BlockRow | None:
         """What there is to keep of a hash; None: nothing."""
         gpu, cpu, storage = (copies.get(engine_hash, 0) for copies in self._copies)

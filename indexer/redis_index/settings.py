@@ -15,13 +15,13 @@ KeyPrefix = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,32}$")]
 
 _FORMS = "write `redis://host:6379/0`, `rediss://host:6379/0` or `unix:///path?db=0`"
 _DATABASE = re.compile(r"[0-9]{1,9}")
-_TLS_OPTION = re.compile(r"ssl_[a-z_]+=[^&=]+")
+_TLS_OPTION = re.compile(r"ssl_(ca_certs|certfile|keyfile)=[^&=]+|ssl_cert_reqs=(none|required)")
 
 
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The index that processes share.
 
-    One Redis or Valkey server, 7.0 or newer, with `maxmemory-policy noeviction`. `kvlb indexer` writes
+    One Redis or Valkey server, 7.0 or newer, with `maxmemory-policy noeviction`, or a Redis Cluster. `kvlb indexer` writes
     it, `kvlb balancer` reads it. Without this section `kvlb up` keeps the index in its own memory, and
     the other two say that they need one. docs/operations.md says how large it has to be,
     docs/redis-schema.md what is in it.
@@ -29,7 +29,7 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     url: str = "redis://127.0.0.1:6379/0"
     """`redis://host:port/database`; `rediss://` for TLS, with `?ssl_ca_certs=/path` where needed;
-    `unix:///path?db=0`. No password in it."""
+    `unix:///path?db=0`. Any node of a cluster. No password in it."""
     username: str | None = None
     """ACL user."""
     password_env: str | None = None
@@ -48,8 +48,6 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """For a lookup; `routing.lookup_timeout_s` is shorter."""
     write_timeout_s: PositiveFloat = 2.0
     """For a write."""
-    max_connections: PositiveInt = 16
-    """Per process; lookups beyond it wait for their turn."""
     max_lookup_blocks: PositiveInt = 65_536
     """Blocks of a prompt that are asked for: a million tokens in blocks of 16."""
 
@@ -94,7 +92,9 @@ def _fault_of_host(parts: SplitResult) -> str | None:
     if parts.fragment or (options and parts.scheme != "rediss"):
         return "nothing follows the database"
     if not all(_TLS_OPTION.fullmatch(each) for each in options):
-        return "only options of TLS, `ssl_...=`, can follow the database"
+        return (
+            "only ssl_ca_certs, ssl_certfile, ssl_keyfile and ssl_cert_reqs can follow the database"
+        )
     return None
 
 

@@ -160,6 +160,7 @@ def test_redis_keeps_the_index_and_evicts_nothing() -> None:
 
     assert options["--appendonly"] == "yes"
     assert options["--maxmemory-policy"] == "noeviction"
+    assert options["--lazyfree-lazy-expire"] == "yes"
     assert int(options["--maxmemory"].removesuffix("mb")) * 2**21 <= int(redis["mem_limit"])
     assert [each["target"] for each in redis["volumes"]] == ["/data"]
 
