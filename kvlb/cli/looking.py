@@ -1,4 +1,4 @@
-"""Commands that look at engines, at a balancer or at a recording: `events`, `explain`, `audit`."""
+"""Commands that look at engines, at a balancer or at a recording, and change nothing."""
 
 # ruff: noqa: PLC0415 - see `kvlb.cli`
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvlb.cli.options import Format, FormatOption, TableFormat
+from kvlb.cli.options import ConfigOption, Format, FormatOption, InstanceOption, TableFormat
 
 
 def events(
@@ -95,3 +95,39 @@ def audit(
     from kvlb.audit.command import audit_files
 
     raise typer.Exit(audit_files(events_file, requests_file, format is TableFormat.JSON))
+
+
+def doctor(
+    *,
+    config: ConfigOption = None,
+    instance: InstanceOption = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Send each rank a short prompt twice, one token each, and each prefill instance "
+            "one transfer. Without it events, usage and transfers can't be judged.",
+        ),
+    ] = True,
+    format: FormatOption = Format.TEXT,  # noqa: A002 - the option's name
+) -> None:
+    """Hold a configuration against the running engines: what is wrong, and what to change.
+
+    It sends a few requests of one token, unless told not to. Exits 1 if there is an error; warnings
+    and notes leave it at 0.
+
+    For example:
+
+    - `kvlb doctor --config kvlb.yaml`
+    - `kvlb doctor --instance http://127.0.0.1:8000 --format json`
+    """
+    from kvlb.doctor.command import doctor as run
+
+    raise typer.Exit(
+        run(
+            instances=tuple(instance or ()),
+            config=config,
+            sends_requests=probe,
+            as_json=format is Format.JSON,
+        )
+    )
