@@ -6,11 +6,24 @@ from rich.console import Console
 
 from kvlb.audit.compare import audit
 from kvlb.audit.report import AuditReport, render_table
+from kvlb.record.writer import EVENTS, REQUESTS
 
 
-def audit_files(events: Path, requests: Path, as_json: bool) -> int:
+def audit_files(recording: Path, requests: Path | None, as_json: bool) -> int:
     """Print the audit of one capture; 1 if it has missed without a cause, or compared nothing."""
-    report = audit(events, requests)
+    return print_audit(audit(*find_files(recording, requests)), as_json)
+
+
+def find_files(recording: Path, requests: Path | None) -> tuple[Path, Path]:
+    """Both files of a capture, given both, or its name, or the first of them."""
+    if requests is not None:
+        return recording, requests
+    name = recording.name.removesuffix(EVENTS)
+    return recording.with_name(name + EVENTS), recording.with_name(name + REQUESTS)
+
+
+def print_audit(report: AuditReport, as_json: bool) -> int:
+    """Print a report; its exit code."""
     console = Console(soft_wrap=as_json)
     if as_json:
         console.print(report.to_json(), markup=False, highlight=False)

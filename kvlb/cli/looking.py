@@ -9,6 +9,8 @@ import typer
 
 from kvlb.cli.options import ConfigOption, Format, FormatOption, InstanceOption, TableFormat
 
+DEFAULT_RECORDED_REQUESTS = 64
+
 
 def events(
     engine: Annotated[
@@ -76,12 +78,19 @@ def explain(
 
 
 def audit(
-    events_file: Annotated[
-        Path, typer.Argument(metavar="EVENTS", help="Recorded events, `*.events.jsonl.gz`.")
+    recording: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECORDING",
+            help="Name given to `kvlb record --out`, or its `*.events.jsonl.gz`.",
+        ),
     ],
     requests_file: Annotated[
-        Path, typer.Argument(metavar="REQUESTS", help="Recorded requests, `*.requests.jsonl.gz`.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="REQUESTS", help="Recorded requests, if the first is a file of events."
+        ),
+    ] = None,
     *,
     format: Annotated[  # noqa: A002 - the option's name
         TableFormat, typer.Option("--format", help="For people or for programs.")
@@ -91,10 +100,61 @@ def audit(
 
     Exits 1 if a request sent alone (phase `serial`) was mispredicted without an explanation, or if
     nothing could be compared.
+
+    For example:
+
+    - `kvlb audit run1` after `kvlb record --out run1 …`
+    - `kvlb audit m2.events.jsonl.gz m2.requests.jsonl.gz`
     """
     from kvlb.audit.command import audit_files
 
-    raise typer.Exit(audit_files(events_file, requests_file, format is TableFormat.JSON))
+    raise typer.Exit(audit_files(recording, requests_file, format is TableFormat.JSON))
+
+
+def record(
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="NAME", help="Writes NAME.events.jsonl.gz, NAME.requests.jsonl.gz."),
+    ],
+    instance: InstanceOption = None,
+    config: ConfigOption = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many; 64 if nothing else is said.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Stop after so long, whatever was sent.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=256, help="Requests under way at once.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Same seed, same conversations.")] = 1,
+) -> None:
+    """Record an engine's events beside requests and answers, for `kvlb audit`.
+
+    It sends conversations of its own, so engines that serve nobody else give the cleanest record.
+    The files hold prompts and answers in full.
+
+    For example:
+
+    - `kvlb record --instance http://127.0.0.1:8000 --out run1`
+    - `kvlb record --config kvlb.yaml --minutes 5 --concurrency 8 --out load`
+    """
+    from kvlb.record.command import new_nonce
+    from kvlb.record.command import record as run
+    from kvlb.record.session import RecordOptions
+
+    if requests is None and minutes is None:
+        requests = DEFAULT_RECORDED_REQUESTS
+    options = RecordOptions(
+        out=out,
+        requests=requests,
+        minutes=minutes,
+        concurrency=concurrency,
+        seed=seed,
+        nonce=new_nonce(),
+    )
+    run(instances=tuple(instance or ()), config=config, options=options)
 
 
 def doctor(

@@ -4,19 +4,16 @@ import asyncio
 import re
 import ssl
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
-
-import httpx
-import msgspec
 
 from indexer.core.endpoints import EndpointError, check_endpoint
 from indexer.core.model_cards import ServedModels, parse_model_list
 from kvlb.doctor.core.exposition import EngineMetrics, read_metrics
 from kvlb.doctor.core.facts import Declared, Version
+from kvlb.engine_http import CallFailedError, EngineHttp
 
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 _REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
@@ -32,56 +29,6 @@ class EngineFaultError(Exception):
         super().__init__(detail)
         self.fault = fault
         self.detail = detail
-
-
-class CallFailedError(Exception):
-    """One call brought no answer; the text says why, without headers or addresses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Status and decoded JSON; None where it is no JSON."""
-
-    status: int
-    body: Any
-    text: str
-
-
-class EngineHttp:
-    """One engine's address, with its key."""
-
-    def __init__(self, url: str, http: httpx.AsyncClient, key: str | None) -> None:
-        self.url = url
-        self._http = http
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-
-    async def get(self, path: str) -> Answer:
-        """Raises CallFailedError."""
-        return await self._call("GET", path, None, {})
-
-    async def post(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
-    ) -> Answer:
-        """Raises CallFailedError."""
-        return await self._call("POST", path, body, headers or {})
-
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
-    ) -> Answer:
-        try:
-            answer = await self._http.request(
-                method, self.url + path, json=body, headers={**self._headers, **headers}
-            )
-        except httpx.TimeoutException as error:
-            raise CallFailedError("no answer in time") from error
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            # Its type alone: the text of some holds the headers, and so the key.
-            raise CallFailedError(f"no connection ({type(error).__name__})") from None
-        try:
-            read = msgspec.json.decode(answer.content)
-        except msgspec.DecodeError:
-            read = None
-        return Answer(status=answer.status_code, body=read, text=answer.text)
 
 
 async def ask_health(engine: EngineHttp) -> int:
@@ -110,7 +57,7 @@ async def ask_models(engine: EngineHttp) -> ServedModels:
 
 async def ask_version(engine: EngineHttp) -> Version | None:
     """None if it doesn't say, or is built from a tree without tags (`0.1.dev…`)."""
-    body = await _quietly(engine, "/version")
+    body = await engine.read("/version")
     text = body.get("version") if isinstance(body, Mapping) else None
     found = _VERSION.match(text) if isinstance(text, str) else None
     if found is None or str(text).startswith("0.1.dev"):
@@ -120,7 +67,7 @@ async def ask_version(engine: EngineHttp) -> Version | None:
 
 async def ask_sources(engine: EngineHttp) -> Mapping[int, Declared] | None:
     """Ranks that publish, as `/kv_event_sources` lists them; None if the engine doesn't have it."""
-    body = await _quietly(engine, "/kv_event_sources")
+    body = await engine.read("/kv_event_sources")
     if not isinstance(body, Mapping):
         return None
     found: dict[int, Declared] = {}
@@ -154,25 +101,6 @@ async def ask_metrics(engine: EngineHttp) -> EngineMetrics:
         return read_metrics((await engine.get("/metrics")).text)
     except CallFailedError:
         return EngineMetrics()
-
-
-async def _quietly(engine: EngineHttp, path: str) -> Any:
-    try:
-        answer = await engine.get(path)
-    except CallFailedError:
-        return None
-    return answer.body if answer.status == HTTPStatus.OK else None
-
-
-async def ask_tokens(engine: EngineHttp, body: Mapping[str, Any]) -> Sequence[int] | None:
-    """Ids that `/tokenize` makes of a body; None if it refuses."""
-    try:
-        answer = await engine.post("/tokenize", body)
-    except CallFailedError:
-        return None
-    tokens = answer.body.get("tokens") if isinstance(answer.body, Mapping) else None
-    is_ids = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
-    return tokens if is_ids and isinstance(tokens, list) else None
 
 
 async def idle_closed_after_s(url: str, keep_alive_s: float) -> float | None:

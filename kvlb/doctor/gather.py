@@ -24,7 +24,6 @@ from kvlb.doctor.core.facts import (
 )
 from kvlb.doctor.engine import (
     EngineFaultError,
-    EngineHttp,
     ask_health,
     ask_metrics,
     ask_models,
@@ -35,6 +34,7 @@ from kvlb.doctor.engine import (
 from kvlb.doctor.parity import OwnTokenizers
 from kvlb.doctor.probes import complete, hand_over, make_prompt, probe
 from kvlb.doctor.streams import HeardStream, answers_replay, listening
+from kvlb.engine_http import EngineHttp
 from kvlb.settings import InstanceEntry, KvlbSettings
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from balancer.core.prompt_shape import ChatShape, TextShape, UnscorableError, tokenize_bodies
 from balancer.local_tokenizer import LocalTokenizer, load_tokenizer
 from kvlb.doctor.core.facts import Tokenized
-from kvlb.doctor.engine import EngineHttp, ask_tokens
+from kvlb.engine_http import EngineHttp
 
 PROBE_TEXTS: Mapping[str, TextShape | ChatShape] = {
     "plain text": TextShape(texts=("The cache of an engine keeps what it has read.",)),
@@ -50,7 +50,7 @@ class OwnTokenizers:
         for name, shape in PROBE_TEXTS.items():
             own = _encode(ours, shape)
             (body,) = tokenize_bodies(shape, model)
-            theirs = await ask_tokens(engine, body)
+            theirs = await engine.tokenize(body)
             if own is not None and theirs is not None and list(own) != list(theirs):
                 return Tokenized(
                     directory=directory, differs_at=name, ours=len(own), theirs=len(theirs)

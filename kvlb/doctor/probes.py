@@ -9,7 +9,6 @@ import asyncio
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +18,7 @@ from balancer.core.fleet import Instance, Role
 from indexer.core.addresses import parse_instance_id
 from indexer.core.model_cards import ServedModels
 from kvlb.doctor.core.facts import Probed, Told, Transfer
-from kvlb.doctor.engine import Answer, CallFailedError, EngineHttp, ask_tokens
+from kvlb.engine_http import Answer, CallFailedError, EngineHttp
 
 PATH = "/v1/completions"
 WORDS = "the cache of an engine keeps what it has read and a balancer finds it there again"
@@ -36,7 +35,7 @@ async def make_prompt(
     limits = [card.get("max_model_len") for card in models.cards]
     longest = min([LONGEST_PROMPT_TOKENS, *(limit - 2 for limit in limits if limit)])
     text = f"{nonce} " + f"{WORDS} " * (wanted // 8 + 1)
-    tokens = await ask_tokens(engine, {"model": models.base, "prompt": text})
+    tokens = await engine.tokenize({"model": models.base, "prompt": text})
     return None if not tokens else list(tokens[: min(wanted, longest)])
 
 
@@ -59,7 +58,7 @@ async def probe(
             answer = await complete(engine, model, prompt, rank_header)
         except CallFailedError as error:
             return Probed(prompt_tokens=len(prompt), problem=str(error))
-        if answer.status != HTTPStatus.OK:
+        if not answer.is_ok:
             return Probed(prompt_tokens=len(prompt), problem=f"status {answer.status}")
         cached.append(_cached_tokens(answer.body))
     return Probed(
@@ -102,7 +101,7 @@ async def hand_over(
         answer = await engine.post(PATH, connector.prefill_leg(context).body)
     except CallFailedError as error:
         return Transfer(problem=str(error))
-    if answer.status != HTTPStatus.OK or not isinstance(answer.body, Mapping):
+    if not answer.is_ok or not isinstance(answer.body, Mapping):
         return Transfer(problem=f"status {answer.status}")
     try:
         leg = connector.decode_leg(context, answer.body)
@@ -124,7 +123,7 @@ async def _decode_problem(engine: EngineHttp, body: Mapping[str, Any]) -> str | 
         answer = await engine.post(PATH, body)
     except CallFailedError as error:
         return str(error)
-    return None if answer.status == HTTPStatus.OK else f"status {answer.status}"
+    return None if answer.is_ok else f"status {answer.status}"
 
 
 def _offered_at(body: Mapping[str, Any]) -> tuple[str | None, int | None]:

@@ -9,9 +9,10 @@ import zmq.asyncio
 
 from indexer.config import RankSource
 from indexer.core.events import BlockStored, EventBatch, UndecodableBatchError, decode_batch
-from indexer.core.frames import FrameError, parse_live, parse_replay
+from indexer.core.frames import FrameError, parse_replay
 from indexer.core.types import RankId
-from indexer.sockets import LiveSocket, ReplaySocket, SocketError
+from indexer.sockets import Frames, ReplaySocket, SocketError
+from kvlb.event_taps import tapped
 
 FAR_SEQ = 2**62
 """No engine has come so far: the answer to a replay from here is the end marker alone."""
@@ -27,6 +28,23 @@ class HeardStream:
     is_connected: bool = False
     batches: list[EventBatch] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_frames(self, frames: Frames) -> None:
+        try:
+            batch = decode_batch(frames[-1])
+        except UndecodableBatchError:
+            return
+        if len(self.batches) < MOST_BATCHES:
+            self.batches.append(batch)
+        self.changed.set()
+
+    def on_connected(self) -> None:
+        self.is_connected = True
+        self.changed.set()
+
+    def on_problem(self, problem: str) -> None:
+        self.problem = problem
+        self.changed.set()
 
     def stored(self) -> Sequence[BlockStored]:
         """Every announcement, in order."""
@@ -63,55 +81,10 @@ class HeardStream:
 async def listening(
     sources: Sequence[RankSource], context: zmq.asyncio.Context
 ) -> AsyncIterator[dict[RankId, HeardStream]]:
-    """Follow every stream until the block ends. A port that several ranks dial is opened once."""
+    """Follow every stream until the block ends."""
     heard = {source.rank: HeardStream(source) for source in sources}
-    by_endpoint: dict[str, list[HeardStream]] = {}
-    for stream in heard.values():
-        by_endpoint.setdefault(stream.source.events, []).append(stream)
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(_listen(endpoint, streams, context))
-            for endpoint, streams in by_endpoint.items()
-        ]
+    async with tapped(heard.values(), context):
         yield heard
-        for task in tasks:
-            task.cancel()
-
-
-async def _listen(
-    endpoint: str, streams: Sequence[HeardStream], context: zmq.asyncio.Context
-) -> None:
-    direction = streams[0].source.direction
-    try:
-        socket = LiveSocket(endpoint, direction=direction, high_water=0, context=context)
-    except SocketError as error:
-        for stream in streams:
-            stream.problem = str(error)
-            stream.changed.set()
-        return
-    with socket:
-        while True:
-            await socket.wait()
-            for frames in socket.take_messages():
-                _hear(frames, streams)
-            for is_up in socket.take_connections():
-                for stream in streams:
-                    stream.is_connected = stream.is_connected or is_up
-                    stream.changed.set()
-
-
-def _hear(frames: Sequence[bytes], streams: Sequence[HeardStream]) -> None:
-    try:
-        message = parse_live(frames)
-        batch = decode_batch(message.payload)
-    except (FrameError, UndecodableBatchError):
-        return
-    topic = message.topic.decode(errors="replace")
-    for stream in streams:
-        is_its = len(streams) == 1 or stream.source.topic in {None, topic}
-        if is_its and len(stream.batches) < MOST_BATCHES:
-            stream.batches.append(batch)
-            stream.changed.set()
 
 
 async def answers_replay(
