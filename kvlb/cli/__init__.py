@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from kvlb.cli.checking import audit, doctor, record
 from kvlb.cli.config_file import config
-from kvlb.cli.looking import audit, doctor, events, explain, record
+from kvlb.cli.looking import events, explain
 from kvlb.cli.serving import balancer, indexer, up
 from kvlb.cli.trying import demo, load, simulate
 

@@ -26,7 +26,7 @@ def record(*, instances: Sequence[str], config: Path | None, options: RecordOpti
     """Record and say what is in the files."""
     configure_logs(logging.ERROR)
     settings = load_fleet(config, Overrides(instances=tuple(instances)), os.environ)
-    writer = run_command(_record(settings, options))
+    writer = run_command(record_settings(settings, options))
     console = Console(soft_wrap=True)
     console.print(
         f"{writer.requests} requests, {writer.messages} event batches\n"
@@ -36,7 +36,8 @@ def record(*, instances: Sequence[str], config: Path | None, options: RecordOpti
     )
 
 
-async def _record(settings: KvlbSettings, options: RecordOptions) -> CaptureWriter:
+async def record_settings(settings: KvlbSettings, options: RecordOptions) -> CaptureWriter:
+    """Record until the options say so, or a signal."""
     with stop_event() as stopped:
         return await run_recording(settings, options, wall_clock_s, stopped)
 

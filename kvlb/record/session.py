@@ -34,10 +34,10 @@ class RecordOptions:
     out: Path
     requests: int | None
     minutes: float | None
-    concurrency: int
-    seed: int
     nonce: str
     """Begins the prompt that shows a stream to be live; new each time."""
+    concurrency: int = 1
+    seed: int = 1
 
 
 Drive = Callable[[Sequence[Station], CaptureWriter], Awaitable[None]]
