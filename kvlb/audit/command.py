@@ -79,7 +79,8 @@ def print_audit(report: AuditReport, as_json: bool) -> int:
 
 def _absence(report: AuditReport) -> str:
     if not report.rows:
-        return "there is no request"
+        is_recorded = "batches" in report.events
+        return "the requests file holds no request" if is_recorded else "no request ended meanwhile"
     if report.events.get("batches") == 0:
         return "the events file holds no event batch"
     counts = (f"{count} {reason}" for reason, count in report.not_comparable.items())

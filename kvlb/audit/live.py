@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -34,13 +33,14 @@ async def watch_balancer(
     key = os.environ.get("KVLB_ADMIN_API_KEY")
     headers = {"X-API-Key": key} if key else {}
     async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, headers=headers) as http:
-        watch = _Watch(_Balancer(url, http))
+        watch = BalancerWatch(url, http)
         await watch.begin()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + 60 * minutes
         while not stopped.is_set() and (left_s := end_s - loop.time()) > 0:
             await _pause(stopped, min(left_s, interval_s))
             await watch.look()
+        await watch.look()
         return watch.report()
 
 
@@ -95,19 +95,21 @@ class _Balancer:
         return body
 
 
-@dataclass(slots=True)
-class _Watch:
-    _balancer: _Balancer
-    _rows: list[Row] = field(default_factory=list)
-    _seen: deque[Decision] = field(default_factory=lambda: deque(maxlen=MOST_DECISIONS))
-    _missed: int = 0
-    """Times when more had ended than the balancer keeps."""
-    _unanswered: int = 0
-    _first: Mapping[RankName, RankFacts] = field(default_factory=dict)
-    _last: Mapping[RankName, RankFacts] = field(default_factory=dict)
+class BalancerWatch:
+    """Everything a balancer has finished since `begin`, as far as it was seen in time."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
+        self._balancer = _Balancer(url, http)
+        self._rows: list[Row] = []
+        self._seen: deque[Decision] = deque(maxlen=MOST_DECISIONS)
+        self._missed = 0
+        """Times when more had ended than the balancer keeps."""
+        self._unanswered = 0
+        self._first: Mapping[RankName, RankFacts] = {}
+        self._last: Mapping[RankName, RankFacts] = {}
 
     async def begin(self) -> None:
-        """What ended before is not ours to judge."""
+        """What ended before is not ours to judge. Raises PeerError."""
         self._first = self._last = await self._balancer.facts()
         self._seen.extend(await self._balancer.decisions())
 

@@ -2,19 +2,22 @@
 
 import asyncio
 import json
-import os
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import structlog
 import yaml
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from typer.testing import CliRunner, Result
 
+from kvlb.cli import app
 from kvlb.doctor.core.examination import examine
 from kvlb.doctor.core.facts import FleetFacts
 from kvlb.doctor.core.findings import Finding, Level
@@ -121,7 +124,6 @@ PLANTED: list[tuple[str, Level, str, tuple[str, EngineSettings]]] = [
         "PYTHONHASHSEED",
         ("2", engine_like(hash_algorithm="xxhash", kv_offloading=True)),
     ),
-    ("unhealthy", Level.ERROR, "engine's log", ("1", engine_like(health_status=503))),
     ("unauthorized", Level.ERROR, "KVLB_ENGINE_API_KEY", ("1", engine_like(api_key="k"))),
     ("events_unknown", Level.ERROR, "`events: tcp://", ("1", engine_like(version="0.20.0"))),
     ("release_untested", Level.INFO, "newer kvlb", ("1", engine_like(version="0.99.0"))),
@@ -141,6 +143,16 @@ async def test_planted_fault_is_named_with_its_remedy(
 
     assert (finding.name, finding.level) == (name, level)
     assert change in finding.change
+
+
+async def test_engine_that_is_not_healthy_is_named() -> None:
+    """It answers, and its engine core is dead, or it drains."""
+    async with engines(("1", WELL)) as running:
+        running[0].engine.is_draining = True
+        _, (finding,) = await diagnose(told(running[0].url))
+
+    assert finding.name == "unhealthy"
+    assert "503" in finding.seen
 
 
 async def test_seeded_xxhash_and_unshared_blocks_are_no_fault() -> None:
@@ -344,51 +356,191 @@ def replace_tokenizer(settings: KvlbSettings, folder: Path) -> KvlbSettings:
     return msgspec.structs.replace(settings, tokens=tokens)
 
 
-async def run_kvlb(*arguments: str) -> tuple[int, str]:
-    """The command as a process: exit code and what it printed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvlb",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "COLUMNS": "160"},
-    )
-    output, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode()
+@pytest.fixture
+def default_logs() -> Iterator[None]:
+    """Commands set up logs for their process; other tests keep theirs."""
+    kept = structlog.get_config()
+    yield
+    structlog.configure(**kept)
 
 
-async def test_command_prints_findings_and_exits_1(tmp_path: Path) -> None:
+def run_kvlb(*arguments: str) -> Result:
+    """The command in this thread."""
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+
+
+@pytest.mark.usefixtures("default_logs")
+def test_command_prints_findings_and_exits_1(
+    engines_beside: Callable[..., list[str]], tmp_path: Path
+) -> None:
     """As a table for people, as JSON for programs."""
-    async with engines(("1", engine_like(events=False)), ("1", WELL)) as running:
-        config = tmp_path / "kvlb.yaml"
-        instances = [{"url": each.url} for each in running]
-        config.write_text(
-            yaml.safe_dump({"instances": instances, "dataplane": {"keep_alive_s": IDLE_S}})
-        )
-        code, table = await run_kvlb("doctor", "--config", str(config))
-        json_code, printed = await run_kvlb("doctor", "--config", str(config), "--format", "json")
+    options = [*engines_beside("1", engine_like(events=False)), *engines_beside("1")]
+    config = tmp_path / "kvlb.yaml"
+    instances = [{"url": each.partition(",")[0]} for each in options]
+    keep_alive = {"keep_alive_s": IDLE_S}
+    config.write_text(yaml.safe_dump({"instances": instances, "dataplane": keep_alive}))
+    table = run_kvlb("doctor", "--config", str(config))
+    printed = run_kvlb("doctor", "--config", str(config), "--format", "json")
 
-    read = json.loads(printed)
-    assert (code, json_code, read["errors"]) == (1, 1, 1)
+    read = json.loads(printed.stdout)
+    assert (table.exit_code, printed.exit_code, read["errors"]) == (1, 1, 1)
     assert [each["name"] for each in read["findings"]] == ["events_off"]
-    assert "events_off" in table
-    assert "--kv-events-config" in table
+    assert "events_off" in table.stdout
+    assert "--kv-events-config" in table.stdout
 
 
-async def test_command_exits_0_if_all_is_well() -> None:
-    """And says what it looked at."""
-    async with engines(("1", WELL)) as running:
-        code, output = await run_kvlb("doctor", "--instance", running[0].url)
+@pytest.mark.usefixtures("default_logs")
+def test_command_exits_0_if_all_is_well(engines_beside: Callable[..., list[str]]) -> None:
+    """And says what it looked at; a warning alone is no failure."""
+    well = run_kvlb("doctor", "--instance", *engines_beside("1"))
+    warned = run_kvlb("doctor", "--instance", *engines_beside("1", engine_like(replay=False)))
 
-    assert (code, output.strip()) == (0, "1 instance: m0. Nothing to change.")
+    assert (well.exit_code, well.stdout.strip()) == (0, "1 instance: m0. Nothing to change.")
+    assert (warned.exit_code, "no_replay" in warned.stdout) == (0, True)
 
 
-async def test_command_without_engines_says_what_to_name() -> None:
-    """Exit code 2: something to change before anything can be looked at."""
-    code, output = await run_kvlb("doctor")
+@pytest.mark.usefixtures("default_logs")
+def test_command_without_engines_says_what_to_name() -> None:
+    """Something to change before anything can be looked at."""
+    assert "--instance" in str(run_kvlb("doctor").exception)
 
-    assert code == 2
-    assert "--instance" in output
+
+Pages = Mapping[str, tuple[int, object]]
+
+
+@asynccontextmanager
+async def canned(pages: Pages) -> AsyncIterator[str]:
+    """A server that answers paths with what it was given, and hangs where that is None."""
+    connections: list[tuple[asyncio.StreamWriter, asyncio.Task[None]]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        connections.append((writer, task))
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head.lower())
+                await reader.readexactly(int(length[1]) if length else 0)
+                status, body = pages.get(head.split()[1].decode(), (404, {}))
+                if body is None:
+                    continue
+                content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                writer.write(
+                    f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+                    + content
+                )
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for writer, task in connections:
+            writer.close()
+            task.cancel()
+        if connections:
+            await asyncio.wait([task for _, task in connections])
+
+
+MODELS = (200, {"data": [{"id": "sim"}]})
+
+
+@pytest.mark.parametrize(
+    ("pages", "name", "seen"),
+    [
+        ({"/health": (200, None)}, "unreachable", "no answer in time"),
+        ({"/v1/models": (200, None)}, "unreachable", "no answer in time"),
+        ({"/v1/models": (500, {})}, "not_vllm", "answered 500"),
+        ({"/v1/models": (200, "hello")}, "not_vllm", "list `data`"),
+        ({"/v1/models": (200, {"data": []})}, "not_vllm", "no base model"),
+    ],
+)
+async def test_what_is_no_engine_is_named(pages: Pages, name: str, seen: str) -> None:
+    """It hangs, it fails, or it is another program."""
+    async with canned({"/health": (200, ""), **pages}) as url:
+        facts = await gather_facts(told(url), nonce="test", patience=replace(QUICK, http_s=0.3))
+    (finding,) = examine(facts)
+
+    assert finding.name == name
+    assert seen in finding.seen
+
+
+async def test_engine_that_says_little_is_judged_by_what_it_says() -> None:
+    """A build without a version, sources that can't be read, no metrics, no tokens."""
+    sources = {
+        "0": "x",
+        "1": {"endpoint": "nonsense"},
+        "2": {"endpoint": "tcp://*:5557", "enable_kv_cache_events": False},
+        "3": {"endpoint": "tcp://*:5557", "publisher": "null"},
+    }
+    pages: dict[str, tuple[int, object]] = {
+        "/health": (200, ""),
+        "/v1/models": MODELS,
+        "/version": (200, {"version": "0.1.dev1+g1234567"}),
+        "/kv_event_sources": (200, sources),
+        "/tokenize": (200, {"tokens": "x"}),
+    }
+    async with canned(pages) as url:
+        facts, (finding,) = await diagnose(told(url))
+
+    assert (facts.instances[0].version, facts.instances[0].declared) == (None, {})
+    assert finding.name == "events_off"
+
+
+async def test_request_that_fails_is_a_finding() -> None:
+    """The engine lists its model and answers nothing."""
+    pages: dict[str, tuple[int, object]] = {
+        "/health": (200, ""),
+        "/v1/models": MODELS,
+        "/kv_event_sources": (200, {}),
+        "/tokenize": (200, {"tokens": list(range(300))}),
+    }
+    broken = {**pages, "/v1/completions": (500, {})}
+    silent = {**pages, "/v1/completions": (200, None)}
+    said = []
+    for each in (broken, silent):
+        async with canned(each) as url:
+            facts = await gather_facts(told(url), nonce="test", patience=replace(QUICK, http_s=0.3))
+        said += [finding.seen for finding in examine(facts) if finding.name == "request_failed"]
+
+    assert said == [
+        "a completion of one token: status 500",
+        "a completion of one token: no answer in time",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("completions", "seen"),
+    [
+        ((500, {}), "status 500"),
+        ((200, "no json"), "status 200"),
+        ((200, None), "no answer in time"),
+        ((200, {"kv_transfer_params": None}), "names no blocks"),
+    ],
+)
+async def test_prefill_leg_that_fails_says_how(completions: tuple[int, object], seen: str) -> None:
+    """Whatever comes back in place of an address."""
+    pages: dict[str, tuple[int, object]] = {
+        "/health": (200, ""),
+        "/v1/models": MODELS,
+        "/kv_event_sources": (200, {}),
+        "/tokenize": (200, {"tokens": list(range(300))}),
+        "/v1/completions": completions,
+    }
+    async with canned(pages) as url:
+        facts = await gather_facts(
+            told(f"{url},role=prefill"), nonce="test", patience=replace(QUICK, http_s=0.3)
+        )
+    (finding,) = (each for each in examine(facts) if each.name == "no_transfer")
+
+    assert seen in finding.seen
+
+
+async def test_address_that_swallows_connections_is_out_of_reach() -> None:
+    """Nobody says no, nobody answers."""
+    async with engines(("1p", engine_like(side_channel_host="192.0.2.1"))) as running:
+        _, findings = await diagnose(told(instance_option(running[0])))
+
+    assert {each.name for each in findings} == {"nixl_unreachable", "role_alone"}
