@@ -87,22 +87,31 @@ def record(
         int, typer.Option(min=1, max=256, help="Requests under way at once.")
     ] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same conversations.")] = 1,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Record what clients send there, instead of conversations of its own.",
+        ),
+    ] = None,
 ) -> None:
     """Record an engine's events beside requests and answers, for `kvlb audit`.
 
     It sends conversations of its own, so engines that serve nobody else give the cleanest record.
+    With --listen it passes on and records the completions and chats that clients send it.
     The files hold prompts and answers in full.
 
     For example:
 
     - `kvlb record --instance http://127.0.0.1:8000 --out run1`
     - `kvlb record --config kvlb.yaml --minutes 5 --concurrency 8 --out load`
+    - `kvlb record --instance http://127.0.0.1:8000 --listen 8090 --out clients`
     """
     from kvlb.record.command import new_nonce
     from kvlb.record.command import record as run
     from kvlb.record.session import RecordOptions
 
-    if requests is None and minutes is None:
+    if requests is None and minutes is None and listen is None:
         requests = DEFAULT_RECORDED_REQUESTS
     options = RecordOptions(
         out=out,
@@ -112,7 +121,7 @@ def record(
         seed=seed,
         nonce=new_nonce(),
     )
-    run(instances=tuple(instance or ()), config=config, options=options)
+    run(instances=tuple(instance or ()), config=config, options=options, listen=listen)
 
 
 def doctor(

@@ -24,7 +24,9 @@ from kvlb.audit.report import AuditReport, Verdict, build_report
 from kvlb.cli import app
 from kvlb.errors import KvlbError, PeerError, SettingsError
 from kvlb.record import session
+from kvlb.record.proxy import RecordingProxy, serve_proxy
 from kvlb.record.session import RecordOptions, record
+from kvlb.record.stations import Station
 from kvlb.record.writer import CaptureWriter
 from kvlb.running import running_kvlb
 from kvlb.settings import KvlbSettings, Overrides, load_settings
@@ -256,6 +258,71 @@ async def test_port_that_is_taken_is_said(tmp_path: Path) -> None:
     assert "no event came" in said
 
 
+async def test_requests_of_clients_are_recorded_on_their_way(tmp_path: Path) -> None:
+    """Chats and texts, streams and not; a stream ends as streams end. They audit as our own do."""
+    options = RecordOptions(out=tmp_path / "run", requests=4, minutes=None, nonce="test")
+    long = "the same long question " * 20
+
+    async def drive(stations: Sequence[Station], writer: CaptureWriter) -> None:
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        proxy = RecordingProxy(stations, writer, requests=4)
+        async with asyncio.TaskGroup() as group, httpx.AsyncClient(trust_env=False) as http:
+            group.create_task(
+                serve_proxy(proxy, host="127.0.0.1", port=0, on_listening=listening.set_result)
+            )
+            url = f"http://127.0.0.1:{await listening}"
+            chat = {"model": "sim", "messages": [{"role": "user", "content": long}]}
+            models = await http.get(f"{url}/v1/models")
+            refused = await http.post(f"{url}/v1/completions", content=b"{")
+            plain = await http.post(f"{url}/v1/chat/completions", json={**chat, "max_tokens": 2})
+            stream = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2}
+            streamed = await http.post(f"{url}/v1/chat/completions", json={**chat, **stream})
+            text = {"model": "sim", "prompt": long, "max_tokens": 2}
+            for _ in range(2):
+                await http.post(f"{url}/v1/completions", json=text)
+        assert models.json()["data"][0]["id"] == "sim"
+        assert (refused.status_code, plain.status_code) == (400, 200)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.text.rstrip().endswith("data: [DONE]")
+
+    async with simulated_fleet(parse_fleet("1"), ENGINE) as fleet:
+        await record(told(fleet.engines), options, clock, asyncio.Event(), drive)
+    report = await audited(read_capture(*find_files(options.out, None)))
+
+    assert (report.phases["load"].exact, report.not_comparable) == (4, {})
+    assert max(row.reported or 0 for row in report.rows) > 256
+
+
+async def test_engine_that_does_not_answer_a_client_is_recorded_so(tmp_path: Path) -> None:
+    """The client gets 502, the file a request without an answer."""
+    options = RecordOptions(out=tmp_path / "run", requests=1, minutes=None, nonce="test")
+    async with simulated_fleet(parse_fleet("1"), ENGINE) as fleet:
+
+        async def drive(stations: Sequence[Station], writer: CaptureWriter) -> None:
+            await fleet.stop(fleet.engines[0])
+            proxy = RecordingProxy(stations, writer, requests=1)
+            answers = [await proxy.generate({"prompt": "x"}), await proxy.forward("/v1/models")]
+            assert [each.status_code for each in answers] == [502, 502]
+            assert proxy.finished.is_set()
+
+        await record(told(fleet.engines), options, clock, asyncio.Event(), drive)
+    capture = read_capture(*find_files(options.out, None))
+
+    assert capture.requests[-1].status is None
+
+
+async def test_legs_can_not_be_recorded_for_clients(tmp_path: Path) -> None:
+    """Which leg goes where is a balancer's work."""
+    options = RecordOptions(out=tmp_path / "run", requests=1, minutes=None, nonce="test")
+
+    async def drive(stations: Sequence[Station], writer: CaptureWriter) -> None:
+        with pytest.raises(SettingsError, match="no role"):
+            RecordingProxy(stations, writer, requests=1)
+
+    async with simulated_fleet(parse_fleet("1p1d"), ENGINE) as fleet:
+        await record(told(fleet.engines), options, clock, asyncio.Event(), drive)
+
+
 def test_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     """By the option's name."""
     with pytest.raises(SettingsError, match="--out"):
@@ -425,6 +492,19 @@ def test_recording_stops_somewhere_if_nobody_says_when(
     )
 
     assert "65 requests" in said.stdout
+
+
+@pytest.mark.usefixtures("default_logs")
+def test_port_that_can_not_be_listened_on_is_said(
+    engines_beside: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """By the option's name, before or after the engines were asked."""
+    (option,) = engines_beside("1", ENGINE)
+    taken = option.partition(",")[0].rpartition(":")[2]
+    recording = ("record", "--instance", option, "--out", str(tmp_path / "run"), "--listen")
+
+    assert "--listen" in str(run_kvlb(*recording, "nonsense").exception)
+    assert "--listen" in str(run_kvlb(*recording, taken).exception)
 
 
 async def test_command_watches_a_balancer() -> None:

@@ -69,3 +69,30 @@ def test_doctor_finds_nothing_wrong(engine: Any, model: Path, tmp_path: Path) ->
 
     assert json.loads(looked.stdout)["findings"] == [], looked.stdout
     assert looked.returncode == 0
+
+
+def test_doctor_finds_what_a_real_engine_was_started_wrongly_with(
+    start_engines: Callable[..., Any], free_port: Callable[[], int]
+) -> None:
+    """An endpoint that vLLM connects to, no replay socket, answers that tell nothing of the cache."""
+    events = {"enable_kv_cache_events": True, "endpoint": f"tcp://0.0.0.0:{free_port()}"}
+    flags = ("--kv-events-config", json.dumps(events), "--no-enable-prompt-tokens-details")
+    with start_engines("m0", flags=flags) as running:
+        looked = kvlb("doctor", "--instance", running["m0"].url, "--format", "json")
+
+    found = {each["name"]: each["change"] for each in json.loads(looked.stdout)["findings"]}
+    assert looked.returncode == 1
+    assert set(found) == {"publisher_connects", "no_replay", "token_details_off"}
+    assert '"endpoint": "tcp://*:' in found["publisher_connects"]
+    assert "--enable-prompt-tokens-details" in found["token_details_off"]
+
+
+def test_doctor_finds_prefix_caching_off_on_a_real_engine(
+    start_engines: Callable[..., Any],
+) -> None:
+    """By the engine's own metric; it is not called silent as well."""
+    with start_engines("m0", flags=("--no-enable-prefix-caching",)) as running:
+        looked = kvlb("doctor", "--instance", running["m0"].url, "--format", "json")
+
+    found = [each["name"] for each in json.loads(looked.stdout)["findings"]]
+    assert (looked.returncode, found) == (1, ["prefix_caching_off"])
