@@ -28,7 +28,8 @@ async def simulated_fleet(
     """Run simulated engines in this process until the block ends."""
     if not _is_free(host, 0):
         raise SettingsError(f"{host!r} is no IPv4 address of this machine; give one with --host")
-    ports_per_engine = 1 + 2 * settings.dp_size  # HTTP, and for each rank events and replay
+    # HTTP, and for each rank events, replay and side channel.
+    ports_per_engine = 1 + 3 * settings.dp_size
     for port in range(base_port, base_port + ports_per_engine * len(spec.roles)):
         if base_port and not _is_free(host, port):
             raise SettingsError(

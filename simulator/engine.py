@@ -20,7 +20,6 @@ _FIRST_RELEASE_WITH_FIXED_SEED = (0, 29, 0)
 _FIRST_RELEASE_TELLING_PEERS = (0, 21, 0)
 _FIRST_RELEASE_HASHING_ADAPTER_NAMES = (0, 11, 1)
 _FIRST_RELEASE_HASHING_ADAPTER_PATHS = (0, 31, 0)
-_SIDE_CHANNEL_PORT = 5600
 _REMEMBERED_REQUESTS = 256
 
 
@@ -34,6 +33,11 @@ class Surroundings:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     randomness: random.Random
+
+    @property
+    def dialable_host(self) -> str:
+        """A host to show: "every interface" is no address to connect to."""
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - recognised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,9 @@ class Adapter:
 class SimulatedEngine:
     """The state behind one HTTP port."""
 
-    def __init__(self, settings: EngineSettings, surroundings: Surroundings) -> None:
+    def __init__(
+        self, settings: EngineSettings, surroundings: Surroundings, *, side_channel_port: int
+    ) -> None:
         self.settings = settings
         self.wall_clock = surroundings.wall_clock
         self.clock = surroundings.clock
@@ -72,6 +78,7 @@ class SimulatedEngine:
         self.adapters: dict[str, Adapter] = {}
         for name in settings.adapters:
             self.load_adapter(name, f"/adapters/{name}")
+        self._side_channel_port = side_channel_port
         self.ranks = [self._create_rank(rank, surroundings) for rank in range(settings.dp_size)]
 
     def _create_rank(self, rank: int, surroundings: Surroundings) -> EngineRank:
@@ -82,21 +89,25 @@ class SimulatedEngine:
             settings,
             none_hash=self._none_hash(),
             channel=SideChannel(
-                engine_id=engine_id, host=surroundings.host, port=_SIDE_CHANNEL_PORT + rank
+                engine_id=engine_id,
+                host=settings.side_channel_host or surroundings.dialable_host,
+                port=self._side_channel_port + rank,
             ),
             directory=surroundings.directory,
         )
-        surroundings.directory.enter(engine_id, core.reservations)
+        if settings.side_channel_host in {None, surroundings.dialable_host}:
+            surroundings.directory.enter(engine_id, core.reservations)
         publisher = EventPublisher(
             settings, rank=rank, context=surroundings.context, wall_clock=surroundings.wall_clock
         )
         return EngineRank(core, publisher, surroundings.clock)
 
     def _none_hash(self) -> bytes:
-        """The parent of every first block: random per process up to 0.28 unless fixed."""
+        """The parent of every first block: random per process up to 0.28 and with xxhash, unless fixed."""
         if self.settings.hash_seed is not None:
             return self.settings.hash_seed.encode()
-        if self.settings.release >= _FIRST_RELEASE_WITH_FIXED_SEED:
+        is_fixed = self.settings.release >= _FIRST_RELEASE_WITH_FIXED_SEED
+        if is_fixed and self.settings.hash_algorithm == "sha256":
             return b"vllm-none-hash"
         return self.random_hex(32).encode()
 

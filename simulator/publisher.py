@@ -74,11 +74,17 @@ class EventPublisher:
         """The newest number used, -1 before the first."""
         return self._next_seq - 1
 
-    async def bind(self, host: str, events_port: int, replay_port: int | None) -> None:
-        """Listen; after a stop the system may need a moment to give the ports back."""
-        await _bind(self._live, f"tcp://{host}:{events_port}")
-        if replay_port is not None:
-            await _bind(self._replay, f"tcp://{host}:{replay_port}")
+    async def listen(self, host: str, port: int) -> None:
+        """Let subscribers connect; after a stop the system may need a moment to give ports back."""
+        await _bind(self._live, f"tcp://{host}:{port}")
+
+    def dial(self, host: str, port: int) -> None:
+        """Connect to a subscriber, as vLLM does where its endpoint names no wildcard."""
+        self._live.connect(f"tcp://{host}:{port}")
+
+    async def offer_replay(self, host: str, port: int) -> None:
+        """Listen for replay requests."""
+        await _bind(self._replay, f"tcp://{host}:{port}")
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Send one batch."""

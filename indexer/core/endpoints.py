@@ -27,7 +27,7 @@ def check_endpoint(endpoint: str) -> str:
     """Return `endpoint` if it is `tcp://host:port` or `ipc://path`, else raise EndpointError."""
     if endpoint.startswith(_IPC) and len(endpoint) > len(_IPC):
         return endpoint
-    _split_tcp(endpoint)
+    split_endpoint(endpoint)
     return endpoint
 
 
@@ -45,7 +45,7 @@ def offset_port(endpoint: str, rank: int) -> str:
     """Endpoint of `rank`, given the one that was configured for all."""
     if rank == 0:
         return endpoint
-    host, port = _split_tcp(endpoint)
+    host, port = split_endpoint(endpoint)
     if port + rank > 65535:
         raise EndpointError(f"{endpoint}: rank {rank} would have port {port + rank}")
     return f"{_TCP}{host}:{port + rank}"
@@ -58,7 +58,9 @@ def engine_binds(endpoint: str) -> bool:
 
 def dialable(endpoint: str, instance_url: str) -> str:
     """`endpoint` with a host that can be connected to from here."""
-    return _with_host(endpoint, lambda host: _host_of(instance_url) if _is_any(host) else host)
+    return _with_host(
+        endpoint, lambda host: _host_of(instance_url) if is_every_interface(host) else host
+    )
 
 
 def bindable(endpoint: str) -> str:
@@ -69,11 +71,12 @@ def bindable(endpoint: str) -> str:
 def _with_host(endpoint: str, replace: Callable[[str], str]) -> str:
     if endpoint.startswith(_IPC):
         return endpoint
-    host, port = _split_tcp(endpoint)
+    host, port = split_endpoint(endpoint)
     return f"{_TCP}{_unmapped(replace(host))}:{port}"
 
 
-def _is_any(host: str) -> bool:
+def is_every_interface(host: str) -> bool:
+    """Whether `host` stands for all addresses of its machine."""
     return host in _EVERY_INTERFACE
 
 
@@ -99,7 +102,8 @@ def _host_of(instance_url: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _split_tcp(endpoint: str) -> tuple[str, int]:
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of `tcp://host:port`, or raise EndpointError."""
     host, colon, port = endpoint.removeprefix(_TCP).rpartition(":")
     if not endpoint.startswith(_TCP) or not colon or not host:
         raise EndpointError(f"{endpoint!r}: write `tcp://host:port`")

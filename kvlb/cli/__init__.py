@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from kvlb.cli.checking import audit, doctor, record
 from kvlb.cli.config_file import config
-from kvlb.cli.looking import audit, events, explain
+from kvlb.cli.looking import events, explain
 from kvlb.cli.serving import balancer, indexer, up
 from kvlb.cli.trying import demo, load, simulate
 
@@ -47,6 +48,18 @@ def kvlb(
 
 
 # In the order in which `kvlb --help` lists them.
-for command in (up, indexer, balancer, simulate, demo, load, events, explain, audit):
+for command in (
+    up,
+    indexer,
+    balancer,
+    simulate,
+    demo,
+    load,
+    events,
+    explain,
+    doctor,
+    record,
+    audit,
+):
     app.command()(command)
 app.add_typer(config)

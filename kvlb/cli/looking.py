@@ -1,13 +1,12 @@
-"""Commands that look at engines, at a balancer or at a recording: `events`, `explain`, `audit`."""
+"""Commands that look at one engine or a balancer while it runs: `events`, `explain`."""
 
 # ruff: noqa: PLC0415 - see `kvlb.cli`
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvlb.cli.options import Format, FormatOption, TableFormat
+from kvlb.cli.options import Format, FormatOption
 
 
 def events(
@@ -73,25 +72,3 @@ def explain(
     from kvlb.explain import explain as run
 
     run(request, url=url, path=path, as_json=format is Format.JSON)
-
-
-def audit(
-    events_file: Annotated[
-        Path, typer.Argument(metavar="EVENTS", help="Recorded events, `*.events.jsonl.gz`.")
-    ],
-    requests_file: Annotated[
-        Path, typer.Argument(metavar="REQUESTS", help="Recorded requests, `*.requests.jsonl.gz`.")
-    ],
-    *,
-    format: Annotated[  # noqa: A002 - the option's name
-        TableFormat, typer.Option("--format", help="For people or for programs.")
-    ] = TableFormat.TABLE,
-) -> None:
-    """Replay recorded traffic and compare our predictions with what the engines reported.
-
-    Exits 1 if a request sent alone (phase `serial`) was mispredicted without an explanation, or if
-    nothing could be compared.
-    """
-    from kvlb.audit.command import audit_files
-
-    raise typer.Exit(audit_files(events_file, requests_file, format is TableFormat.JSON))

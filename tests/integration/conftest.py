@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from indexer.memory_index import MemoryIndex
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.service import IndexerService
+from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
+from simulator.core.settings import EngineSettings
 
 END = b"\xff" * 8
 
@@ -321,3 +324,40 @@ def _engine_app(engine: EngineHttp) -> FastAPI:
 def unused_url() -> str:
     """An address where nobody listens."""
     return f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def engines_beside() -> Iterator[Callable[..., list[str]]]:
+    """Starts a simulated fleet in a thread and returns its `--instance` values.
+
+    For commands, which want the main thread: they run a loop of their own and take signals.
+    """
+    with ExitStack() as stack:
+
+        def start(spec: str = "1", engine: EngineSettings | None = None) -> list[str]:
+            options: list[str] = []
+            started, ended = threading.Event(), threading.Event()
+            settings = engine or EngineSettings(inter_token_ms=1.0)
+            thread = threading.Thread(
+                target=lambda: asyncio.run(_serve_beside(spec, settings, options, started, ended))
+            )
+            stack.callback(thread.join)
+            stack.callback(ended.set)
+            thread.start()
+            assert started.wait(10)
+            return options
+
+        yield start
+
+
+async def _serve_beside(
+    spec: str,
+    settings: EngineSettings,
+    options: list[str],
+    started: threading.Event,
+    ended: threading.Event,
+) -> None:
+    async with simulated_fleet(parse_fleet(spec), settings) as fleet:
+        options += map(instance_option, fleet.engines)
+        started.set()
+        await asyncio.to_thread(ended.wait)
