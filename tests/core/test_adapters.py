@@ -198,7 +198,7 @@ def test_reload_is_seen_after_a_restart_of_the_indexer(rank: Rank) -> None:
     rows: dict[int, dict[EngineHash, BlockRow]] = {}
     for update in rank.updates:
         for each in update.rows:
-            rows.setdefault(each.group, {}).update({row.engine_hash: row for row in each.written})
+            rows.setdefault(each.group, {}).update({row.engine_hash: row for row in each.rows()})
     specs = [each for each in rank.updates[0].changes if isinstance(each, GroupSpec)]
     facts = rank.updates[-1].facts
     assert facts
