@@ -53,7 +53,7 @@ async def test_everybody_shares_one_connection(connecting: Connecting, own_redis
 
 
 def test_processes_run_on_another_loop(redis_server: Any) -> None:
-    """uvloop's transports and futures are its own; also with a connection that was killed."""
+    """Uvloop's transports and futures are its own; also with a connection that was killed."""
 
     async def ask() -> list[bytes]:
         connection = RedisConnection(redis_server.settings())
