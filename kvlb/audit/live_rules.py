@@ -21,8 +21,9 @@ import msgspec
 from kvlb.audit.report import Row, Verdict
 
 PHASE = "live"
-COMPARED = frozenset({"exact", "over", "under"})
-"""Outcomes that the balancer itself gives to legs it could compare."""
+COMPARED = frozenset({"exact", "over", "under", "no_index"})
+"""Outcomes that the balancer itself gives to legs it could compare, or to a rank of which it knew
+nothing yet: then it has predicted nothing, which can be right or wrong."""
 DIFFERING = frozenset({Verdict.EXPLAINED, Verdict.UNEXPLAINED})
 GUESSED = "predicted_blocks"
 UNDER_CAUSES = frozenset({"stored_since", "unseen"})

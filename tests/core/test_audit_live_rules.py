@@ -92,9 +92,10 @@ def test_leg_that_says_nothing_of_the_index_is_not_compared(
     assert verdict(row) == (Verdict.NOT_COMPARABLE, reason)
 
 
-def test_outcome_of_a_compared_leg_is_no_reason_against_it() -> None:
-    """`over` is a difference like any other."""
-    (row,) = judged(leg(outcome="over", cached_tokens=0))
+@pytest.mark.parametrize("outcome", ["over", "no_index"])
+def test_outcome_of_a_compared_leg_is_no_reason_against_it(outcome: str) -> None:
+    """`over` is a difference like any other, and so is nothing predicted of a cold rank."""
+    (row,) = judged(leg(outcome=outcome, cached_tokens=0))
 
     assert row.verdict is Verdict.UNEXPLAINED
 

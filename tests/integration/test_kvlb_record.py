@@ -340,6 +340,12 @@ class Balancer:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
         answer = await self.http.post(f"{self.url}/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
+        # It is in the log once the last byte is out, which the client may have seen before.
+        await until(lambda: self._has_logged(answer.headers["x-request-id"]))
+
+    async def _has_logged(self, request_id: str) -> bool:
+        recent = (await self.http.get(f"{self.url}/explain/recent")).json()["decisions"]
+        return request_id in {each["request_id"] for each in recent}
 
     async def held_blocks(self) -> int:
         status = (await self.http.get(f"{self.url}/status")).json()
