@@ -140,6 +140,25 @@ def test_removals_of_the_old_life_take_nothing_from_the_new(rank: Rank) -> None:
     assert rank.blocks.counts["unknown_removal"] == 0
 
 
+def test_what_is_left_of_several_copies_still_ends(rank: Rank) -> None:
+    """One removal of two leaves a block of the old life."""
+    rank.apply(stored(1), stored(1), removed(1))
+    assert rank.credit(1) == 1
+
+    rank.apply(stored(3, life=2))
+
+    assert rank.credit(1) == 0
+
+
+def test_block_that_was_refused_is_not_counted_apart(rank: Rank) -> None:
+    """Nothing of it was stored, so nothing of it will be removed."""
+    rank.apply(stored(1, token_ids=[-1] * SIZE))
+
+    rank.apply(stored(3, life=2), removed(3))
+
+    assert rank.blocks.tracked_entries() == 0
+
+
 def test_salted_blocks_of_the_adapter_end_too(rank: Rank) -> None:
     """A salt makes another root, not another adapter."""
     rank.apply(stored(1, extra_keys=[["ad1", "s"]]))
@@ -195,6 +214,8 @@ def test_reload_is_seen_after_a_restart_of_the_indexer(rank: Rank) -> None:
     window: dict[str, Any] = {"group": 1, "kind": "sliding_window", "window_tokens": 5}
     rank.apply(stored(1, 2, kind="full_attention"), stored(1, 2, **window))
     rank.apply(stored(6, 7, lora=None, lora_id=None, kind="full_attention"))
+    twins = [EngineHash(101), EngineHash(102)]
+    rank.apply(stored(1, 2, hashes=twins, kind="full_attention"))
     rows: dict[int, dict[EngineHash, BlockRow]] = {}
     for update in rank.updates:
         for each in update.rows:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from simulator.core.settings import parse_version
 from simulator.core.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from simulator.core.wire import EventEncoder
+from simulator.core.wire import EventEncoder, Oddities
 
 HASH = bytes.fromhex("1122334455667788")
 
@@ -180,3 +180,24 @@ def test_every_release_keeps_number_and_order_of_events(
     sent = msgspec.msgpack.decode(payload)[1]
     tags = [event["type"] if isinstance(event, dict) else event[0] for event in sent]
     assert tags == wanted
+
+
+@pytest.mark.parametrize("version", ["0.16", "0.33"])
+def test_oddities_are_put_beside_what_is_true(version: str) -> None:
+    """Whoever follows has to find the good events among the others."""
+    oddities = Oddities(
+        has_bad_event=True, has_contradictions=True, mixes_hash_forms=True, copies_medium="CPU"
+    )
+    payload = EventEncoder(parse_version(version)).encode_batch(
+        EVENTS, unix_s=1.5, rank=0, oddities=oddities
+    )
+    _, events, _ = msgspec.msgpack.decode(payload)
+
+    plain = EventEncoder(parse_version(version)).encode_batch(EVENTS, unix_s=1.5, rank=0)
+    stored_as_sent, _, cleared_as_sent = msgspec.msgpack.decode(plain)[1]
+    assert stored_as_sent in events
+    assert cleared_as_sent in events
+    assert len(events) == len(EVENTS) + 5
+    named = [each for each in events if isinstance(each, dict)]
+    assert [HASH] in [each["block_hashes"] for each in named if each["type"] == "BlockRemoved"]
+    assert "CPU" in [each.get("medium") for each in named]
