@@ -29,7 +29,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
-from indexer.core.block_tree import TIERS
+from indexer.core.block_tree import TIERS, BlockTree
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.full_group import FullGroup
 from indexer.core.index import (
@@ -74,6 +74,7 @@ class RankBlocks:
         "_model",
         "_new_specs",
         "_sized_by_gpu",
+        "_tree",
         "_windows",
         "counts",
         "epoch",
@@ -86,14 +87,17 @@ class RankBlocks:
         rank: RankId,
         model: str,
         epoch: int,
+        tree: BlockTree | None = None,
         max_parked_blocks: int = 65_536,
         keeps_rows: bool = False,
     ) -> None:
+        """`tree` is shared with the other ranks; without one nothing is."""
         self.rank = rank
         self.epoch = epoch
         self.counts: Counter[str] = Counter()
         """Everything that was ignored or set aside, by reason."""
         self._model = model
+        self._tree = BlockTree() if tree is None else tree
         self._max_parked_blocks = max_parked_blocks
         self._keeps_rows = keeps_rows
         self._groups: dict[int, Group] = {}
@@ -113,7 +117,7 @@ class RankBlocks:
     @property
     def held_blocks(self) -> int:
         """Reachable blocks of full groups, each counted once whatever its copies and tiers."""
-        return sum(group.tree.reachable_blocks for group in self._fulls)
+        return sum(group.reachable_blocks for group in self._fulls)
 
     @property
     def groups(self) -> Mapping[int, GroupSpec]:
@@ -285,6 +289,7 @@ class RankBlocks:
             group = FullGroup(
                 spec,
                 model=self._model,
+                tree=self._tree,
                 counts=self.counts,
                 max_parked_blocks=self._max_parked_blocks,
             )

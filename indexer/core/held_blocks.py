@@ -1,0 +1,372 @@
+"""Which blocks one group of one rank holds, where, how often, and which of them can be reached.
+
+Rules:
+
+1. Copies are counted per (tier, engine hash), since engines announce per physical block.
+2. Different engine hashes may mean one block (a salt we can't see, a lookahead): such twins share
+   a node, which is held while any of them is.
+3. A block is reachable while it and all above it up to the root are held, on any tier. Only
+   reachable blocks are told to the index: held means reachable. When a middle block goes, its
+   descendants are lost with it, stay here, and are gained again when it returns.
+4. A hash whose last copy went is remembered (a ghost) only while the rank has descendants of its
+   block, so that a block stored under it is still placed. So a block that is here has its parent
+   here, and an empty rank is an empty table.
+5. What is gained and lost in one batch is reported net, once (`core.net_changes`).
+
+Cost: one dict entry per hash and tier; what a block is and what follows it is in the shared tree
+(`core.block_tree`). Everything else is kept only for blocks that need it. Losing or gaining
+costs a step per descendant; so does removing a block, per child that it has on any rank.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from indexer.core.block_tree import TIERS, BlockTree, Node, child, children_of, find_or_add
+from indexer.core.net_changes import NetChanges
+from indexer.core.types import BlockKey, EngineHash
+
+_Table = dict[EngineHash, Node]
+
+
+class _Ghost:
+    """A block that is kept for its descendants."""
+
+    __slots__ = ("children", "engine_hash")
+
+    def __init__(self, engine_hash: EngineHash, children: int) -> None:
+        self.engine_hash = engine_hash
+        self.children = children
+        """Blocks right under it that are here."""
+
+
+class HeldBlocks:
+    """Blocks of one full-attention group of one rank."""
+
+    __slots__ = (
+        "_cut",
+        "_ghost_of",
+        "_ghosts",
+        "_held",
+        "_surplus",
+        "_tree",
+        "_twins",
+        "changes",
+        "reachable_blocks",
+        "touched",
+    )
+
+    def __init__(self, tree: BlockTree) -> None:
+        self.changes = NetChanges(len(TIERS))
+        """Keys gained and lost since the caller last cleared it."""
+        self.touched: set[EngineHash] | None = None
+        """Hashes whose rows may have changed; None: nobody keeps rows."""
+        self._tree = tree
+        self._empty()
+
+    def _empty(self) -> None:
+        self.reachable_blocks = 0
+        self._held: tuple[_Table, ...] = tuple({} for _ in TIERS)
+        """Per tier: hashes with at least one copy, oldest first."""
+        self._surplus: tuple[dict[EngineHash, int], ...] = tuple({} for _ in TIERS)
+        """Per tier: copies beyond the first."""
+        self._twins: tuple[dict[BlockKey, int], ...] = tuple({} for _ in TIERS)
+        """Per tier: how many hashes other than the node's own hold it."""
+        self._ghosts: _Table = {}
+        self._ghost_of: dict[BlockKey, _Ghost] = {}
+        self._cut: set[BlockKey] = set()
+        """Held, and not reachable."""
+
+    def clear(self) -> None:
+        """Drop everything, unreported changes too."""
+        for table in (*self._held, self._ghosts):
+            self._tree.abandon(table)
+        self._empty()
+        self.changes.clear()
+
+    def tracked_entries(self) -> int:
+        """Entries of all internal tables; 0 when nothing is held."""
+        tables: tuple[Any, ...] = (*self._held, *self._surplus, *self._twins)
+        return sum(map(len, (*tables, self._ghosts, self._ghost_of, self._cut)))
+
+    # Looking.
+
+    def find(self, engine_hash: EngineHash) -> Node | None:
+        """Block of a hash that is held or remembered."""
+        for held in self._held:
+            if held:
+                node = held.get(engine_hash)
+                if node is not None:
+                    return node
+        return self._ghosts.get(engine_hash) if self._ghosts else None
+
+    def knows_any(self, hashes: Iterable[EngineHash]) -> bool:
+        return any(
+            table and not table.keys().isdisjoint(hashes) for table in (*self._held, self._ghosts)
+        )
+
+    def hashes(self) -> Iterator[EngineHash]:
+        """Every hash that is held or remembered."""
+        return iter({hash_ for table in (*self._held, self._ghosts) for hash_ in table})
+
+    def copies(self, engine_hash: EngineHash) -> tuple[int, int, int]:
+        """Copies per tier."""
+        gpu, cpu, storage = (
+            1 + surplus.get(engine_hash, 0) if engine_hash in held else 0
+            for held, surplus in zip(self._held, self._surplus, strict=True)
+        )
+        return gpu, cpu, storage
+
+    def reachable_keys(self, tier: int) -> list[BlockKey]:
+        """Keys of reachable blocks on `tier`."""
+        keys = dict.fromkeys(node.key for node in self._held[tier].values())
+        return [key for key in keys if key not in self._cut]
+
+    # Storing.
+
+    def add_leaf(
+        self, above: Node, engine_hash: EngineHash, key: BlockKey, tier: int
+    ) -> bool:
+        """Add one block under `above`, of a hash that is not known. False: it is a twin."""
+        if above.children is None:
+            node = above.children = Node(key, engine_hash, above, None, 1)
+        else:
+            node = find_or_add(above, key, engine_hash)
+            if node.engine_hash != engine_hash or self._has_twin(key):
+                return False
+            node.entries += 1
+        self._held[tier][node.engine_hash] = node
+        if self._ghost_of or self._cut:
+            self._add_below(above, (node.key,), tier)
+        else:
+            self.reachable_blocks += 1
+            self.changes.gain(node.key, tier)
+        return True
+
+    def add_chain(
+        self, above: Node, hashes: Sequence[EngineHash], keys: Sequence[BlockKey], tier: int
+    ) -> bool:
+        """Add a chain of blocks under `above`, of hashes that are not known. False: some are twins."""
+        shared: list[Node] = []
+        last = above
+        for engine_hash, key in zip(hashes, keys, strict=True):
+            node = child(last, key)
+            if node is None:
+                break
+            if not node.entries:
+                node.engine_hash = engine_hash
+            elif node.engine_hash != engine_hash or self._has_twin(key):
+                return False
+            shared.append(node)
+            last = node
+        held = self._held[tier]
+        if shared:
+            for node in shared:
+                node.entries += 1
+                held[node.engine_hash] = node
+            hashes, keys = hashes[len(shared) :], keys[len(shared) :]
+        if hashes:
+            held.update(zip(hashes, _grow(last, hashes, keys), strict=True))
+        added = [*(node.key for node in shared), *keys] if shared else keys
+        self._add_below(above, added, tier)
+        return True
+
+    def hold(self, engine_hash: EngineHash, node: Node, tier: int, copies: int = 1) -> None:
+        """`copies` more of a hash lie on `tier`."""
+        held = self._held[tier]
+        if engine_hash in held:
+            surplus = self._surplus[tier]
+            surplus[engine_hash] = surplus.get(engine_hash, 0) + copies
+            return
+        was_on_tier, was_held = self._lies_on(node, tier), self.is_held(node)
+        node.entries += 1
+        if engine_hash == node.engine_hash:
+            engine_hash = node.engine_hash
+        else:
+            twins = self._twins[tier]
+            twins[node.key] = twins.get(node.key, 0) + 1
+        held[engine_hash] = node
+        if copies > 1:
+            self._surplus[tier][engine_hash] = copies - 1
+        if not was_held:
+            self._gain_block(node, tier)
+        elif not was_on_tier and node.key not in self._cut:
+            self.changes.gain(node.key, tier)
+
+    def remember(self, engine_hash: EngineHash, node: Node) -> None:
+        """Keep a hash without copies, for descendants that will be added."""
+        self._ghosts[engine_hash] = node
+        self._ghost_of[node.key] = _Ghost(engine_hash, 0)
+        node.entries += 1
+        self._count_child(node)
+
+    # Removing.
+
+    def take(self, engine_hash: EngineHash, tier: int) -> bool:
+        """One copy of a hash less; False if there was none."""
+        surplus = self._surplus[tier]
+        if surplus and engine_hash in surplus:
+            _decrement(surplus, engine_hash)
+            return True
+        node = self._held[tier].pop(engine_hash, None)
+        if node is None:
+            return False
+        twins = self._twins[tier]
+        if twins and self._drop_twin(engine_hash, node, tier):
+            node.entries -= 1
+            return True
+        is_reachable = node.key not in self._cut
+        if is_reachable:
+            self.changes.lose(node.key, tier)
+        if self.is_held(node):
+            node.entries -= 1
+        else:
+            self._lose_block(engine_hash, node, is_reachable=is_reachable)
+        return True
+
+    # Inside.
+
+    def is_held(self, node: Node) -> bool:
+        """A copy lies on some tier, reachable or not."""
+        for held, twins in zip(self._held, self._twins, strict=True):
+            if held and (held.get(node.engine_hash) is node or node.key in twins):
+                return True
+        return False
+
+    def _lies_on(self, node: Node, tier: int) -> bool:
+        return self._held[tier].get(node.engine_hash) is node or node.key in self._twins[tier]
+
+    def _has_twin(self, key: BlockKey) -> bool:
+        """The block is here under another hash than its node's."""
+        return any(key in twins for twins in self._twins) or key in self._ghost_of
+
+    def _is_reachable(self, node: Node) -> bool:
+        """For a root, or a block that is here."""
+        return node.parent is None or not (node.key in self._cut or node.key in self._ghost_of)
+
+    def _here(self, node: Node) -> list[Node]:
+        """Children of a node that are held or remembered here."""
+        return [
+            below
+            for below in children_of(node)
+            if self.is_held(below) or below.key in self._ghost_of
+        ]
+
+    def _add_below(self, above: Node, keys: Sequence[BlockKey], tier: int) -> None:
+        """A chain of blocks that were not here is held under `above` now."""
+        ghost = self._ghost_of.get(above.key) if self._ghost_of else None
+        if ghost is not None:
+            ghost.children += 1
+        if self._is_reachable(above):
+            self.reachable_blocks += len(keys)
+            self.changes.gain_all(keys, tier)
+        else:
+            self._cut.update(keys)
+
+    def _count_child(self, node: Node) -> None:
+        """A block that was not here is held or remembered now."""
+        if self._ghost_of and node.parent is not None:
+            ghost = self._ghost_of.get(node.parent.key)
+            if ghost is not None:
+                ghost.children += 1
+
+    def _gain_block(self, node: Node, tier: int) -> None:
+        """A block that was not held is held now."""
+        ghost = self._ghost_of.pop(node.key, None)
+        if ghost is None:
+            self._count_child(node)
+        else:
+            self._forget(ghost, node)
+        parent = node.parent
+        if parent is not None and not self._is_reachable(parent):
+            self._cut.add(node.key)
+            return
+        self.reachable_blocks += 1
+        self.changes.gain(node.key, tier)
+        if ghost is not None:
+            self._spread(node, is_reachable=True)
+
+    def _lose_block(self, engine_hash: EngineHash, node: Node, *, is_reachable: bool) -> None:
+        """The last copy of a block went."""
+        if is_reachable:
+            self.reachable_blocks -= 1
+        else:
+            self._cut.discard(node.key)
+        if node.children is not None:
+            below = self._here(node)
+            if below:
+                self._ghosts[engine_hash] = node
+                self._ghost_of[node.key] = _Ghost(engine_hash, len(below))
+                if is_reachable:
+                    self._spread(node, is_reachable=False)
+                return
+        self._leave(node)
+
+    def _leave(self, node: Node) -> None:
+        """Neither held nor needed by a descendant; nor is, maybe, what lies above it."""
+        while True:
+            node.entries -= 1
+            parent = node.parent
+            if not node.entries:
+                self._tree.free(node)
+            ghost = self._ghost_of.get(parent.key) if parent is not None else None
+            if parent is None or ghost is None:
+                return
+            ghost.children -= 1
+            if ghost.children:
+                return
+            del self._ghost_of[parent.key]
+            self._forget(ghost, None)
+            node = parent
+
+    def _forget(self, ghost: _Ghost, node: Node | None) -> None:
+        del self._ghosts[ghost.engine_hash]
+        if self.touched is not None:
+            self.touched.add(ghost.engine_hash)
+        if node is not None:
+            node.entries -= 1
+
+    def _spread(self, node: Node, *, is_reachable: bool) -> None:
+        """Tell the held descendants whether `node` can be reached."""
+        report = self.changes.gain if is_reachable else self.changes.lose
+        changed = self._here(node)
+        while changed:
+            below = changed.pop()
+            if not self.is_held(below):
+                continue  # It passes nothing on, nor did it before.
+            if is_reachable:
+                self._cut.discard(below.key)
+                self.reachable_blocks += 1
+            else:
+                self._cut.add(below.key)
+                self.reachable_blocks -= 1
+            for tier in range(len(TIERS)):
+                if self._lies_on(below, tier):
+                    report(below.key, tier)
+            changed += self._here(below)
+
+    def _drop_twin(self, engine_hash: EngineHash, node: Node, tier: int) -> bool:
+        """A hash left a tier where some nodes have twins. Whether others still hold its node."""
+        if engine_hash != node.engine_hash:
+            _decrement(self._twins[tier], node.key)
+        return self._lies_on(node, tier)
+
+
+def _grow(above: Node, hashes: Sequence[EngineHash], keys: Sequence[BlockKey]) -> list[Node]:
+    """Add a chain of new nodes, each with one entry."""
+    first = find_or_add(above, keys[0], hashes[0])
+    first.entries = 1
+    nodes = [first]
+    last = first
+    for engine_hash, key in zip(hashes[1:], keys[1:], strict=True):
+        node = Node(key, engine_hash, last, None, 1)
+        last.children = node
+        nodes.append(node)
+        last = node
+    return nodes
+
+
+def _decrement(counts: dict[Any, int], key: object) -> None:
+    if counts[key] > 1:
+        counts[key] -= 1
+    else:
+        del counts[key]
