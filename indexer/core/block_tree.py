@@ -17,7 +17,8 @@ Not handled: two blocks whose 64-bit keys collide under one parent are taken for
 in 3e7 with a million blocks); it costs a wrong guess, never a wrong answer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -74,7 +75,10 @@ class BlockTree:
             if parent is None:
                 self._roots.pop(node.key, None)
                 return
-            _unlink(parent, node)
+            if parent.children is node:
+                parent.children = None
+            else:
+                _unlink(parent, node)
             node = parent
 
     def abandon(self, table: dict[EngineHash, Node]) -> None:
@@ -100,12 +104,12 @@ class BlockTree:
         return sum(map(len, self._abandoned))
 
 
-def children_of(node: Node) -> Iterator[Node]:
+def children_of(node: Node) -> Sequence[Node]:
     """Blocks that follow this one, on any rank."""
     below = node.children
     if below is None:
-        return iter(())
-    return iter(tuple(below.values())) if isinstance(below, Mapping) else iter((below,))
+        return ()
+    return tuple(below.values()) if isinstance(below, dict) else (below,)
 
 
 def child(parent: Node, key: BlockKey) -> Node | None:
@@ -113,9 +117,9 @@ def child(parent: Node, key: BlockKey) -> Node | None:
     below = parent.children
     if below is None:
         return None
-    if type(below) is dict:
+    if isinstance(below, dict):
         return below.get(key)
-    return below if below.key == key else None  # type: ignore[union-attr]
+    return below if below.key == key else None
 
 
 def find_or_add(parent: Node, key: BlockKey, engine_hash: EngineHash) -> Node:
@@ -133,17 +137,15 @@ def _link(parent: Node, node: Node) -> None:
     below = parent.children
     if below is None:
         parent.children = node
-    elif type(below) is dict:
+    elif isinstance(below, dict):
         below[node.key] = node
     else:
-        parent.children = {below.key: below, node.key: node}  # type: ignore[union-attr, dict-item]
+        parent.children = {below.key: below, node.key: node}
 
 
 def _unlink(parent: Node, node: Node) -> None:
-    below = parent.children
-    if type(below) is dict:
-        del below[node.key]
-        if len(below) == 1:
-            parent.children = next(iter(below.values()))
-    else:
-        parent.children = None
+    """Take one of several children away."""
+    below = cast("dict[BlockKey, Node]", parent.children)
+    del below[node.key]
+    if len(below) == 1:
+        parent.children = next(iter(below.values()))

@@ -36,7 +36,7 @@ class FullGroup:
     """What one full-attention group holds."""
 
     __slots__ = (
-        "_block_size",
+        "block_size",
         "_counts",
         "_held",
         "_model",
@@ -59,7 +59,7 @@ class FullGroup:
     ) -> None:
         self.spec = spec
         self.orphans = Orphans(max_parked_blocks)
-        self._block_size = spec.block_size
+        self.block_size = spec.block_size
         self._held = HeldBlocks(tree)
         self.changes = self._held.changes
         self._tree = tree
@@ -160,16 +160,18 @@ class FullGroup:
         except (OverflowError, TypeError):
             self._counts["bad_token"] += 1
             return
-        if len(token_ids) != len(hashes) * self._block_size:
+        if len(token_ids) != len(hashes) * self.block_size:
             self._counts["unaligned_tokens"] += 1
             self._hold_known(hashes, tier)
             return
-        salt, extras = split_extra_keys(event)
-        node = self._root(event.lora, salt) if parent is None else self._held.find(parent)
-        if node is None or extras or not self._extend(node, hashes, packed, tier):
-            self._place(event, node, packed, extras, tier)
-            if parent is None and node is not None:
-                self._tree.free(node)
+        if (
+            parent is None
+            or tier
+            or len(hashes) > 1
+            or (event.extra_keys and event.extra_keys[0])
+            or not self._held.add_one(parent, hashes[0], packed)
+        ):
+            self._add(event, packed, tier)
         if self._named is not None:
             self._named += hashes
         if self._held.touched is not None:
@@ -188,21 +190,25 @@ class FullGroup:
         held = self._held
         if held.touched is not None:
             held.touched.update(hashes)
-        for engine_hash in hashes:
-            if not held.take(engine_hash, tier) and not self.orphans.count_down(engine_hash, tier):
+        for engine_hash in held.take(hashes, tier):
+            if not self.orphans.count_down(engine_hash, tier):
                 self._counts["unknown_removal"] += 1
 
+    def _add(self, event: BlockStored, packed: bytes, tier: int) -> None:
+        hashes, parent = event.hashes, event.parent
+        salt, extras = split_extra_keys(event)
+        node = self._root(event.lora, salt) if parent is None else self._held.find(parent)
+        if node is None or extras or not self._extend(node, hashes, packed, tier):
+            self._place(event, node, packed, extras, tier)
+            if parent is None and node is not None:
+                self._tree.free(node)
+
     def _extend(self, node: Node, hashes: Sequence[EngineHash], packed: bytes, tier: int) -> bool:
-        """Add the blocks at once if all are new; False if some aren't. The common case."""
-        held = self._held
-        if len(hashes) == 1:
-            only = hashes[0]
-            return held.find(only) is None and held.add_leaf(
-                node, only, block_key(node.key, packed), tier
-            )
-        if held.knows_any(hashes):
+        """Add the blocks at once if all are new; False if some aren't."""
+        if self._held.knows_any(hashes):
             return False
-        return held.add_chain(node, hashes, block_keys(node.key, packed, self._block_size), tier)
+        keys = block_keys(node.key, packed, self.block_size)
+        return self._held.add_chain(node, hashes, keys, tier)
 
     def _place(
         self,
@@ -213,7 +219,7 @@ class FullGroup:
         tier: int,
     ) -> None:
         """Place block by block: some are known, some new, some without a known parent."""
-        width = self._block_size * TOKEN_BYTES
+        width = self.block_size * TOKEN_BYTES
         previous = event.parent
         for number, engine_hash in enumerate(event.hashes):
             block = packed[number * width : (number + 1) * width]

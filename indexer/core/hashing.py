@@ -14,6 +14,7 @@ Cost: 0.12 µs per block of 16 tokens; packing a Python list of ints costs about
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from struct import iter_unpack
 from sys import byteorder
 
 from xxhash import xxh3_64_intdigest
@@ -65,16 +66,17 @@ def block_keys(
 ) -> Sequence[BlockKey]:
     """Keys of all full blocks of `packed`, in order. `extras` maps block number to its extras."""
     width = block_size * TOKEN_BYTES
+    blocks = iter_unpack(f"{width}s", memoryview(packed)[: len(packed) // width * width])
+    key = root
     keys: list[BlockKey] = []
     append = keys.append
-    key = root
     if not extras:
-        for start in range(0, len(packed) - width + 1, width):
-            key = xxh3_64_intdigest(packed[start : start + width], key)  # type: ignore[assignment]
+        for (block,) in blocks:
+            key = xxh3_64_intdigest(block, key)  # type: ignore[assignment]
             append(key)
         return keys
-    for number, start in enumerate(range(0, len(packed) - width + 1, width)):
-        key = block_key(key, packed[start : start + width], extras.get(number, b""))
+    for number, (block,) in enumerate(blocks):
+        key = block_key(key, block, extras.get(number, b""))
         append(key)
     return keys
 

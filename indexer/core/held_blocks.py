@@ -21,6 +21,8 @@ costs a step per descendant; so does removing a block, per child that it has on 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
 from indexer.core.block_tree import TIERS, BlockTree, Node, child, children_of, find_or_add
 from indexer.core.net_changes import NetChanges
 from indexer.core.types import BlockKey, EngineHash
@@ -123,23 +125,33 @@ class HeldBlocks:
 
     # Storing.
 
-    def add_leaf(
-        self, above: Node, engine_hash: EngineHash, key: BlockKey, tier: int
-    ) -> bool:
-        """Add one block under `above`, of a hash that is not known. False: it is a twin."""
+    def add_one(self, parent: EngineHash, engine_hash: EngineHash, packed: bytes) -> bool:
+        """Add one plain block to the fastest tier. False: nothing done, it isn't that simple.
+
+        It does what `add_chain` does, for the commonest event of all.
+        """
+        held, cpu, storage = self._held
+        above = held.get(parent)
+        if above is None or engine_hash in held or self._cut or self._ghosts:
+            return False
+        if (cpu and engine_hash in cpu) or (storage and engine_hash in storage):
+            return False
+        key = BlockKey(xxh3_64_intdigest(packed, above.key))
         if above.children is None:
-            node = above.children = Node(key, engine_hash, above, None, 1)
+            above.children = held[engine_hash] = Node(key, engine_hash, above, None, 1)
         else:
             node = find_or_add(above, key, engine_hash)
             if node.engine_hash != engine_hash or self._has_twin(key):
                 return False
             node.entries += 1
-        self._held[tier][node.engine_hash] = node
-        if self._ghost_of or self._cut:
-            self._add_below(above, (node.key,), tier)
+            key = node.key
+            held[node.engine_hash] = node
+        self.reachable_blocks += 1
+        changes = self.changes
+        if key in changes.lost[0]:
+            changes.lost[0].discard(key)
         else:
-            self.reachable_blocks += 1
-            self.changes.gain(node.key, tier)
+            changes.gained[0].add(key)
         return True
 
     def add_chain(
@@ -165,7 +177,7 @@ class HeldBlocks:
                 held[node.engine_hash] = node
             hashes, keys = hashes[len(shared) :], keys[len(shared) :]
         if hashes:
-            held.update(zip(hashes, _grow(last, hashes, keys), strict=True))
+            _grow(held, last, hashes, keys)
         added = [*(node.key for node in shared), *keys] if shared else keys
         self._add_below(above, added, tier)
         return True
@@ -201,19 +213,40 @@ class HeldBlocks:
 
     # Removing.
 
-    def take(self, engine_hash: EngineHash, tier: int) -> bool:
-        """One copy of a hash less; False if there was none."""
-        surplus = self._surplus[tier]
-        if surplus and engine_hash in surplus:
-            _decrement(surplus, engine_hash)
-            return True
-        node = self._held[tier].pop(engine_hash, None)
-        if node is None:
-            return False
-        twins = self._twins[tier]
-        if twins and self._drop_twin(engine_hash, node, tier):
+    def take(self, hashes: Sequence[EngineHash], tier: int) -> Sequence[EngineHash]:
+        """One copy of each hash less. Returns those of which there was none."""
+        surplus, pop = self._surplus[tier], self._held[tier].pop
+        missing: list[EngineHash] = []
+        for engine_hash in hashes:
+            if surplus and engine_hash in surplus:
+                _decrement(surplus, engine_hash)
+                continue
+            node = pop(engine_hash, None)
+            if node is None:
+                missing.append(engine_hash)
+            elif node.children is None and not tier and self._is_plain():
+                self._drop_leaf(node)
+            else:
+                self._drop(engine_hash, node, tier)
+        return missing
+
+    def _drop_leaf(self, node: Node) -> None:
+        """Do what `_drop` does, where nothing but this one copy was known of the block."""
+        key, changes = node.key, self.changes
+        if key in changes.gained[0]:
+            changes.gained[0].discard(key)
+        else:
+            changes.lost[0].add(key)
+        self.reachable_blocks -= 1
+        node.entries -= 1
+        if not node.entries:
+            self._tree.free(node)
+
+    def _drop(self, engine_hash: EngineHash, node: Node, tier: int) -> None:
+        """The last copy of a hash left a tier."""
+        if self._twins[tier] and self._drop_twin(engine_hash, node, tier):
             node.entries -= 1
-            return True
+            return
         is_reachable = node.key not in self._cut
         if is_reachable:
             self.changes.lose(node.key, tier)
@@ -221,7 +254,6 @@ class HeldBlocks:
             node.entries -= 1
         else:
             self._lose_block(engine_hash, node, is_reachable=is_reachable)
-        return True
 
     # Inside.
 
@@ -234,6 +266,11 @@ class HeldBlocks:
 
     def _lies_on(self, node: Node, tier: int) -> bool:
         return self._held[tier].get(node.engine_hash) is node or node.key in self._twins[tier]
+
+    def _is_plain(self) -> bool:
+        """Every block here lies on the fastest tier alone, under one hash, and can be reached."""
+        _, cpu, storage = self._held
+        return not (cpu or storage or self._ghosts or self._cut or self._twins[0])
 
     def _has_twin(self, key: BlockKey) -> bool:
         """The block is here under another hash than its node's."""
@@ -351,18 +388,16 @@ class HeldBlocks:
         return self._lies_on(node, tier)
 
 
-def _grow(above: Node, hashes: Sequence[EngineHash], keys: Sequence[BlockKey]) -> list[Node]:
-    """Add a chain of new nodes, each with one entry."""
-    first = find_or_add(above, keys[0], hashes[0])
-    first.entries = 1
-    nodes = [first]
-    last = first
+def _grow(
+    held: _Table, above: Node, hashes: Sequence[EngineHash], keys: Sequence[BlockKey]
+) -> None:
+    """Add a chain of new nodes, each with the one entry that it gets in `held`."""
+    node = find_or_add(above, keys[0], hashes[0])
+    node.entries = 1
+    held[hashes[0]] = node
     for engine_hash, key in zip(hashes[1:], keys[1:], strict=True):
-        node = Node(key, engine_hash, last, None, 1)
-        last.children = node
-        nodes.append(node)
-        last = node
-    return nodes
+        # From left to right: the block before gets its child, then this one is `node`.
+        held[engine_hash] = node.children = node = Node(key, engine_hash, node, None, 1)
 
 
 def _decrement(counts: dict[Any, int], key: object) -> None:

@@ -131,10 +131,10 @@ class RankBlocks:
     def apply(self, seq: int, batch: EventBatch, digest: int = 0) -> RankUpdate:
         """Apply one batch, in the order of its number. Never fails."""
         for event in batch.events:
-            if isinstance(event, BlockRemoved):
-                self._remove(event)
-            elif isinstance(event, BlockStored):
+            if event.what == "stored":
                 self._store(event)
+            elif event.what == "removed":
+                self._remove(event)
             else:
                 self._clear(event)
         if self._windows:
@@ -219,7 +219,9 @@ class RankBlocks:
         if event.parent in hashes:
             self.counts["self_parent"] += 1
             return
-        group = self._group_for(event)
+        group = self._groups.get(event.group)
+        if group is None or event.block_size != group.block_size or event.kind is None:
+            group = self._group_for(event)
         if group is not None:
             group.store(event, 0 if event.tier is _GPU else _TIER_NUMBER[event.tier])
 
@@ -325,13 +327,14 @@ class RankBlocks:
             self._is_cleared = False
         for number, group in self._groups.items():
             net = group.changes
-            if net.is_empty():
-                continue
-            for tier, keys in net.lost():
-                changes.append(BlocksDropped(number, TIERS[tier], keys))
-            for tier, keys in net.gained():
-                changes.append(BlocksHeld(number, TIERS[tier], keys))
-            net.clear()
+            for tier, keys in enumerate(net.lost):
+                if keys:
+                    changes.append(BlocksDropped(number, TIERS[tier], list(keys)))
+                    keys.clear()
+            for tier, keys in enumerate(net.gained):
+                if keys:
+                    changes.append(BlocksHeld(number, TIERS[tier], list(keys)))
+                    keys.clear()
         return changes
 
 

@@ -36,12 +36,14 @@ class WindowGroup:
         "_keys",
         "_model",
         "_touched",
+        "block_size",
         "changes",
         "spec",
     )
 
     def __init__(self, spec: GroupSpec, *, model: str, counts: Counter[str]) -> None:
         self.spec = spec
+        self.block_size = spec.block_size
         self.changes = NetChanges(len(TIERS))
         self._model = model
         self._counts = counts
