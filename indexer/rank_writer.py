@@ -7,11 +7,12 @@ decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `c
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from indexer.config import IndexerConfig, RankSource
+from indexer.core.block_tree import BlockTree
 from indexer.core.epochs import Epochs
 from indexer.core.events import (
     EventBatch,
@@ -47,6 +48,8 @@ class WritingMeans:
     """Called when a rank has dealt with something."""
     journal: RankJournal | None = None
     """The index too, if what it has outlives this process."""
+    tree: BlockTree = field(default_factory=BlockTree)
+    """Blocks of all ranks, each once."""
 
 
 class RankWriter:
@@ -91,8 +94,10 @@ class RankWriter:
             return None
         blocks = self._new_blocks(record.epoch)
         if not blocks.restore(record.groups, record.rows, record.facts):
+            blocks.close()
             _logger.warning("record_broken", **self._names())
             return None
+        self._blocks.close()
         self._blocks = blocks
         self.keeper.resume(blocks, record)
         self.epoch_reason, self.applied_seq = "resumed", record.seq
@@ -103,11 +108,15 @@ class RankWriter:
 
     async def open_epoch(self, reason: str) -> None:
         """Nothing of the old epoch counts from here on, even if no batch ever follows."""
-        self._blocks = self._new_blocks()
+        ended, self._blocks = self._blocks, self._new_blocks()
         self._set_aside = Counter()
         self.epoch_reason = reason
         self.applied_seq = None
-        await self.keeper.open(self._blocks)
+        try:
+            await self.keeper.open(self._blocks)
+        finally:
+            # Not before the keeper lets go of it: it may be writing all of it anew.
+            ended.close()
         _logger.info("epoch_opened", **self._names(), reason=reason)
 
     async def apply(self, effect: ApplyBatch) -> BatchOutcome:
@@ -128,6 +137,10 @@ class RankWriter:
             orphans=self._blocks.orphans,
         )
 
+    def close(self) -> None:
+        """The rank isn't followed any more, or anew."""
+        self._blocks.close()
+
     async def set_trust(self, trust: Trust, reason: str) -> None:
         if trust is not self.trust:
             self.trust_since_s = self._means.clock()
@@ -143,6 +156,7 @@ class RankWriter:
             rank=self._source.rank,
             model=self._source.model,
             epoch=next(self._means.epochs) if epoch is None else epoch,
+            tree=self._means.tree,
             max_parked_blocks=self._means.config.max_parked_blocks,
             keeps_rows=self._means.journal is not None,
         )

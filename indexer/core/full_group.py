@@ -36,13 +36,13 @@ class FullGroup:
     """What one full-attention group holds."""
 
     __slots__ = (
-        "block_size",
         "_counts",
         "_held",
         "_model",
         "_named",
         "_plain_roots",
         "_tree",
+        "block_size",
         "changes",
         "orphans",
         "spec",
