@@ -11,10 +11,11 @@ Rules:
    hashes share that object too.
 4. Tables that a rank gives up whole are swept a few entries at a time: nobody waits for that.
 
-Cost: 64 bytes per node, 96 for its key and hash. No garbage collection ever walks it.
+Cost: 64 bytes per node, 96 for its key and hash, 45 for its entry in `nodes`, once for all ranks.
+No garbage collection ever walks it.
 
-Not handled: two blocks whose 64-bit keys collide under one parent are taken for one (one chance
-in 3e7 with a million blocks); it costs a wrong guess, never a wrong answer.
+Not handled: two blocks whose 64-bit keys collide are taken for one (one chance in 3e7 with a
+million blocks); it costs a wrong guess, never a wrong answer.
 """
 
 from collections.abc import Sequence
@@ -40,43 +41,67 @@ class Node(msgspec.Struct, eq=False, gc=False):
     """None: a root."""
     children: "Node | dict[BlockKey, Node] | None" = None
     """Most blocks have at most one."""
-    entries: int = 0
+    entries: int = 1
     """Table entries of all ranks that point here."""
 
 
 class BlockTree:
     """Shared by all ranks that one process follows."""
 
-    __slots__ = ("_abandoned", "_roots")
+    __slots__ = ("_abandoned", "nodes")
 
     def __init__(self) -> None:
-        self._roots: dict[BlockKey, Node] = {}
+        self.nodes: dict[BlockKey, Node] = {}
+        """Blocks and roots."""
         self._abandoned: list[dict[EngineHash, Node]] = []
 
     def __len__(self) -> int:
-        """Nodes and roots, counted one by one: for tests and by hand."""
-        count, waiting = 0, list(self._roots.values())
-        while waiting:
-            waiting += children_of(waiting.pop())
-            count += 1
-        return count
+        return len(self.nodes)
 
     def root(self, key: BlockKey) -> Node:
         """Find or add a root. Unless something is added under it, `free` it."""
-        root = self._roots.get(key)
+        root = self.nodes.get(key)
         if root is None:
-            root = self._roots[key] = Node(key, _NO_HASH, None)
+            root = self.nodes[key] = Node(key, _NO_HASH, None, None, 0)
         return root
+
+    def find_or_add(self, parent: Node, key: BlockKey, engine_hash: EngineHash) -> Node:
+        """Block `key` under `parent`; a new one, or one nobody holds, is named `engine_hash`."""
+        node = self.nodes.get(key)
+        if node is None:
+            node = self.nodes[key] = Node(key, engine_hash, parent, None, 0)
+            _link(parent, node)
+        elif not node.entries:
+            node.engine_hash = engine_hash
+        return node
+
+    def grow(
+        self,
+        above: Node,
+        hashes: Sequence[EngineHash],
+        keys: Sequence[BlockKey],
+        held: dict[EngineHash, Node],
+    ) -> None:
+        """Add a chain of new nodes, each with the one entry that it gets in `held`."""
+        node = self.find_or_add(above, keys[0], hashes[0])
+        node.entries = 1
+        held[hashes[0]] = node
+        nodes = self.nodes
+        for engine_hash, key in zip(hashes[1:], keys[1:], strict=True):
+            # From left to right: the block before gets its child, then this one is `node`.
+            held[engine_hash] = nodes[key] = node.children = node = Node(key, engine_hash, node)
 
     def free(self, node: Node) -> None:
         """Drop a node that is not needed any more, and what only it needed."""
         while not node.entries and node.children is None:
+            del self.nodes[node.key]
             parent = node.parent
             if parent is None:
-                self._roots.pop(node.key, None)
                 return
             if parent.children is node:
                 parent.children = None
+                if parent.entries:
+                    return
             else:
                 _unlink(parent, node)
             node = parent
@@ -110,27 +135,6 @@ def children_of(node: Node) -> Sequence[Node]:
     if below is None:
         return ()
     return tuple(below.values()) if isinstance(below, dict) else (below,)
-
-
-def child(parent: Node, key: BlockKey) -> Node | None:
-    """Block `key` under `parent`."""
-    below = parent.children
-    if below is None:
-        return None
-    if isinstance(below, dict):
-        return below.get(key)
-    return below if below.key == key else None
-
-
-def find_or_add(parent: Node, key: BlockKey, engine_hash: EngineHash) -> Node:
-    """Block `key` under `parent`; a new one, or one that nobody has, is named `engine_hash`."""
-    node = child(parent, key)
-    if node is None:
-        node = Node(key, engine_hash, parent)
-        _link(parent, node)
-    elif not node.entries:
-        node.engine_hash = engine_hash
-    return node
 
 
 def _link(parent: Node, node: Node) -> None:

@@ -13,9 +13,11 @@ What is held, how often, and what can be reached is kept by `core.held_blocks`.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from struct import Struct
+from struct import error as StructError  # noqa: N812 - it is a class
 
 from indexer.core.block_rows import BlockRow
-from indexer.core.block_tree import BlockTree, Node, find_or_add
+from indexer.core.block_tree import BlockTree, Node
 from indexer.core.events import BlockStored
 from indexer.core.extra_keys import split_extra_keys
 from indexer.core.hashing import (
@@ -36,10 +38,12 @@ class FullGroup:
     """What one full-attention group holds."""
 
     __slots__ = (
+        "_block_bytes",
         "_counts",
         "_held",
         "_model",
         "_named",
+        "_pack_block",
         "_plain_roots",
         "_tree",
         "block_size",
@@ -60,6 +64,8 @@ class FullGroup:
         self.spec = spec
         self.orphans = Orphans(max_parked_blocks)
         self.block_size = spec.block_size
+        self._block_bytes = spec.block_size * TOKEN_BYTES
+        self._pack_block = Struct(f"<{spec.block_size}I").pack
         self._held = HeldBlocks(tree)
         self.changes = self._held.changes
         self._tree = tree
@@ -124,7 +130,7 @@ class FullGroup:
             above, row = ready.pop()
             if row.key is None:
                 return False
-            node = find_or_add(above, row.key, row.engine_hash)
+            node = self._tree.find_or_add(above, row.key, row.engine_hash)
             self._hold_copies(row.engine_hash, node, row.copies)
             if not any(row.copies):
                 self._held.remember(row.engine_hash, node)
@@ -154,29 +160,29 @@ class FullGroup:
 
     def store(self, event: BlockStored, tier: int) -> None:
         """Blocks with tokens were stored. The event is known to be consistent in itself."""
-        hashes, parent, token_ids = event.hashes, event.parent, event.token_ids
+        hashes, token_ids, extra_keys = event.hashes, event.token_ids, event.extra_keys
         try:
-            packed = pack_tokens(token_ids)
-        except (OverflowError, TypeError):
+            if len(hashes) == 1 and len(token_ids) == self.block_size:
+                packed = self._pack_block(*token_ids)
+            else:
+                packed = pack_tokens(token_ids)
+        except (OverflowError, TypeError, StructError):
             self._counts["bad_token"] += 1
             return
-        if len(token_ids) != len(hashes) * self.block_size:
-            self._counts["unaligned_tokens"] += 1
-            self._hold_known(hashes, tier)
-            return
         if (
-            parent is None
+            len(hashes) > 1
             or tier
-            or len(hashes) > 1
-            or (event.extra_keys and event.extra_keys[0])
-            or not self._held.add_one(parent, hashes[0], packed)
+            or event.parent is None
+            or (extra_keys and extra_keys[0])
+            or len(packed) != self._block_bytes
+            or not self._held.add_one(event.parent, hashes[0], packed)
         ):
             self._add(event, packed, tier)
-        if self._named is not None:
-            self._named += hashes
         if self._held.touched is not None:
             self._held.touched.update(hashes)
-        if self.orphans:
+        if self._named is not None:
+            self._named += hashes
+        if self.orphans.blocks:
             self._attach_orphans(hashes)
 
     def recall(self, hashes: Sequence[EngineHash], tier: int) -> None:
@@ -196,6 +202,10 @@ class FullGroup:
 
     def _add(self, event: BlockStored, packed: bytes, tier: int) -> None:
         hashes, parent = event.hashes, event.parent
+        if len(packed) != len(hashes) * self._block_bytes:
+            self._counts["unaligned_tokens"] += 1
+            self._hold_known(hashes, tier)
+            return
         salt, extras = split_extra_keys(event)
         node = self._root(event.lora, salt) if parent is None else self._held.find(parent)
         if node is None or extras or not self._extend(node, hashes, packed, tier):
@@ -219,14 +229,14 @@ class FullGroup:
         tier: int,
     ) -> None:
         """Place block by block: some are known, some new, some without a known parent."""
-        width = self.block_size * TOKEN_BYTES
+        width = self._block_bytes
         previous = event.parent
         for number, engine_hash in enumerate(event.hashes):
             block = packed[number * width : (number + 1) * width]
             known = self._held.find(engine_hash)
             if known is None and node is not None:
                 key = block_key(node.key, block, extras.get(number, b""))
-                known = find_or_add(node, key, engine_hash)
+                known = self._tree.find_or_add(node, key, engine_hash)
             if known is not None:
                 self._held.hold(engine_hash, known, tier)
             elif previous is not None and not self.orphans.count_up(engine_hash, tier):
@@ -275,7 +285,7 @@ class FullGroup:
                 self._hold_copies(parent, node, own.copies)
             for child, block in self.orphans.take_children(parent):
                 key = block_key(node.key, block.packed, block.extras)
-                self._hold_copies(child, find_or_add(node, key, child), block.copies)
+                self._hold_copies(child, self._tree.find_or_add(node, key, child), block.copies)
                 waiting.append(child)
                 if self._named is not None:
                     self._named.append(child)

@@ -23,7 +23,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from indexer.core.block_tree import TIERS, BlockTree, Node, child, children_of, find_or_add
+from indexer.core.block_tree import TIERS, BlockTree, Node, children_of
 from indexer.core.net_changes import NetChanges
 from indexer.core.types import BlockKey, EngineHash
 
@@ -137,31 +137,33 @@ class HeldBlocks:
         if (cpu and engine_hash in cpu) or (storage and engine_hash in storage):
             return False
         key = BlockKey(xxh3_64_intdigest(packed, above.key))
-        if above.children is None:
-            above.children = held[engine_hash] = Node(key, engine_hash, above, None, 1)
+        tree = self._tree
+        if above.children is None and key not in tree.nodes:
+            held[engine_hash] = tree.nodes[key] = above.children = Node(key, engine_hash, above)
         else:
-            node = find_or_add(above, key, engine_hash)
+            node = tree.find_or_add(above, key, engine_hash)
             if node.engine_hash != engine_hash or self._has_twin(key):
                 return False
             node.entries += 1
             key = node.key
             held[node.engine_hash] = node
         self.reachable_blocks += 1
-        changes = self.changes
-        if key in changes.lost[0]:
-            changes.lost[0].discard(key)
+        lost = self.changes.lost[0]
+        if lost and key in lost:
+            lost.discard(key)
         else:
-            changes.gained[0].add(key)
+            self.changes.gained[0].add(key)
         return True
 
     def add_chain(
         self, above: Node, hashes: Sequence[EngineHash], keys: Sequence[BlockKey], tier: int
     ) -> bool:
         """Add a chain of blocks under `above`, of hashes that are not known. False: some are twins."""
+        nodes = self._tree.nodes
         shared: list[Node] = []
         last = above
         for engine_hash, key in zip(hashes, keys, strict=True):
-            node = child(last, key)
+            node = nodes.get(key)
             if node is None:
                 break
             if not node.entries:
@@ -177,7 +179,7 @@ class HeldBlocks:
                 held[node.engine_hash] = node
             hashes, keys = hashes[len(shared) :], keys[len(shared) :]
         if hashes:
-            _grow(held, last, hashes, keys)
+            self._tree.grow(last, hashes, keys, held)
         added = [*(node.key for node in shared), *keys] if shared else keys
         self._add_below(above, added, tier)
         return True
@@ -224,23 +226,29 @@ class HeldBlocks:
             node = pop(engine_hash, None)
             if node is None:
                 missing.append(engine_hash)
-            elif node.children is None and not tier and self._is_plain():
-                self._drop_leaf(node)
-            else:
+            elif node.children is not None or tier or not self._drop_leaf(node):
                 self._drop(engine_hash, node, tier)
         return missing
 
-    def _drop_leaf(self, node: Node) -> None:
-        """Do what `_drop` does, where nothing but this one copy was known of the block."""
+    def _drop_leaf(self, node: Node) -> bool:
+        """Do what `_drop` does, where this one copy is all that was known of the block.
+
+        False: nothing done, there may be more.
+        """
+        _, cpu, storage = self._held
+        if cpu or storage or self._ghosts or self._cut or self._twins[0]:
+            return False
         key, changes = node.key, self.changes
-        if key in changes.gained[0]:
-            changes.gained[0].discard(key)
+        gained = changes.gained[0]
+        if key in gained:
+            gained.discard(key)
         else:
             changes.lost[0].add(key)
         self.reachable_blocks -= 1
         node.entries -= 1
         if not node.entries:
             self._tree.free(node)
+        return True
 
     def _drop(self, engine_hash: EngineHash, node: Node, tier: int) -> None:
         """The last copy of a hash left a tier."""
@@ -266,11 +274,6 @@ class HeldBlocks:
 
     def _lies_on(self, node: Node, tier: int) -> bool:
         return self._held[tier].get(node.engine_hash) is node or node.key in self._twins[tier]
-
-    def _is_plain(self) -> bool:
-        """Every block here lies on the fastest tier alone, under one hash, and can be reached."""
-        _, cpu, storage = self._held
-        return not (cpu or storage or self._ghosts or self._cut or self._twins[0])
 
     def _has_twin(self, key: BlockKey) -> bool:
         """The block is here under another hash than its node's."""
@@ -386,18 +389,6 @@ class HeldBlocks:
         if engine_hash != node.engine_hash:
             _decrement(self._twins[tier], node.key)
         return self._lies_on(node, tier)
-
-
-def _grow(
-    held: _Table, above: Node, hashes: Sequence[EngineHash], keys: Sequence[BlockKey]
-) -> None:
-    """Add a chain of new nodes, each with the one entry that it gets in `held`."""
-    node = find_or_add(above, keys[0], hashes[0])
-    node.entries = 1
-    held[hashes[0]] = node
-    for engine_hash, key in zip(hashes[1:], keys[1:], strict=True):
-        # From left to right: the block before gets its child, then this one is `node`.
-        held[engine_hash] = node.children = node = Node(key, engine_hash, node, None, 1)
 
 
 def _decrement(counts: dict[Any, int], key: object) -> None:
