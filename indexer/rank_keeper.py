@@ -30,11 +30,16 @@ from indexer.core.index import (
 from indexer.core.journal import RankJournal, RankRecord
 from indexer.core.known_batches import payload_digest
 from indexer.core.rank_blocks import RankBlocks
+from indexer.core.slices import slices
 from indexer.core.types import RankId, Trust
 
 _logger = structlog.get_logger(__name__)
 
 BEFORE_FIRST_SEQ = -1
+_SLICE_BLOCKS = 256
+"""Blocks applied in one piece: 0.3 ms. Only where nothing has to be kept as a whole."""
+_LONG_PAYLOAD_BYTES = 9 * _SLICE_BLOCKS
+"""Shorter ones can't name more blocks: a hash takes nine bytes."""
 _LONGEST_PAUSE = 32
 """Heartbeats between attempts at a rewrite that keeps failing."""
 
@@ -115,13 +120,24 @@ class RankKeeper:
     async def apply(self, blocks: RankBlocks, seq: int, batch: EventBatch, payload: bytes) -> None:
         """Have `blocks` take in a batch, and write what that changes."""
         if self._journal is None:
-            await self._index.apply(blocks.apply(seq, batch))
+            await self._apply_in_slices(blocks, seq, batch, payload)
             return
         digest = payload_digest(payload)
         async with self._turn:
             update = blocks.apply(seq, batch, digest)
             self._latest = blocks, seq, digest
             await self._write(update)
+
+    async def _apply_in_slices(
+        self, blocks: RankBlocks, seq: int, batch: EventBatch, payload: bytes
+    ) -> None:
+        """Let requests be routed between the pieces of a long batch."""
+        if len(payload) < _LONG_PAYLOAD_BYTES:
+            await self._index.apply(blocks.apply(seq, batch))
+            return
+        for piece in slices(batch, _SLICE_BLOCKS):
+            await self._index.apply(blocks.apply(seq, piece))
+            await asyncio.sleep(0)
 
     async def set_trust(self, trust: Trust) -> None:
         async with self._turn:
