@@ -71,8 +71,7 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
             other, BlockStored
         )
 
-    def __hash__(self) -> int:
-        return hash((*self.hashes, self.parent))
+    __hash__ = None  # type: ignore[assignment]
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -90,8 +89,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, gc=False, eq=False):
             other, BlockRemoved
         )
 
-    def __hash__(self) -> int:
-        return hash((*self.hashes,))
+    __hash__ = None  # type: ignore[assignment]
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):

@@ -158,18 +158,47 @@ def test_node_that_is_being_given_back_may_be_stored_again(tree: BlockTree) -> N
     assert len(tree) == ROOT + 5
 
 
-def test_head_given_back_before_its_tail_waits_for_it(tree: BlockTree) -> None:
-    """Tables end in any order: a block stored later is swept earlier."""
+def give_back_head_first(tree: BlockTree) -> None:
+    """Of blocks 1, 2 and 3 the second, stored last, is swept, and those around it aren't yet."""
     ended = new_rank(tree)
-    apply(ended, stored(1, 2))
-    apply(ended, stored(1, tier=Tier.CPU), removed(1), stored(1))
-
+    apply(ended, stored(1, 2, 3))
+    apply(ended, stored(1, 2, start=1, tier=Tier.CPU), removed(1, 2), stored(1, 2, start=1))
     ended.close()
     tree.sweep(1)
     tree.sweep(1)
-    assert len(tree) > 0
+
+
+def test_block_given_back_before_its_tail_waits_for_it(tree: BlockTree) -> None:
+    """Tables end in any order: a block stored later is swept earlier."""
+    give_back_head_first(tree)
+
+    assert len(tree) == ROOT + 3
     sweep(tree)
     assert len(tree) == 0
+
+
+def test_block_that_only_waits_takes_the_name_it_gets_next(tree: BlockTree) -> None:
+    """Nobody holds it, so whoever stores it names it."""
+    other = new_rank(tree, 1)
+    give_back_head_first(tree)
+
+    apply(other, stored(1, seed=1), stored(1, 2, start=1, seed=1))
+    sweep(tree)
+    apply(other, stored(1, 2, 3, start=2, seed=1))
+    assert len(shown(other)) == len(tree) - ROOT == 3
+
+
+def test_chain_that_only_waits_takes_the_names_it_gets_next(tree: BlockTree) -> None:
+    """The head of a chain was given back before its tail."""
+    ended, other = new_rank(tree), new_rank(tree, 1)
+    apply(ended, stored(1, 2), stored(1, tier=Tier.CPU), removed(1), stored(1))
+    ended.close()
+    tree.sweep(1)
+    tree.sweep(1)
+
+    apply(other, stored(1, 3, seed=1))
+    sweep(tree)
+    assert len(shown(other)) == len(tree) - ROOT == 2
 
 
 def test_group_followed_anew_gives_its_blocks_back(tree: BlockTree) -> None:
@@ -202,8 +231,8 @@ def events_of(steps: Sequence[Step]) -> Iterator[tuple[int, Event | None]]:
         seed = rank // 2
         match what:
             case "store":
-                start = min(start, len(path) - 1)
-                yield rank, stored(*path, start=start, seed=seed, tier=tier)
+                first = min(start, len(path) - 1)
+                yield rank, stored(*path, start=first, seed=seed, tier=tier)
             case "remove":
                 yield rank, removed(*path, seed=seed, tier=tier)
             case "clear":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.core.block_rows import BlockRow
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.slices import slices
@@ -39,7 +40,7 @@ def sizes(pieces: Sequence[EventBatch]) -> list[list[int]]:
     ]
 
 
-def applied(batches: Sequence[EventBatch]) -> tuple[list[object], dict[str, int]]:
+def applied(batches: Sequence[EventBatch]) -> tuple[list[BlockRow], dict[str, int]]:
     """Contents of a rank that they were applied to, and what it set aside."""
     blocks = RankBlocks(
         rank=RankId(InstanceId("http://engine:8000"), 0), model="tiny", epoch=1, keeps_rows=True
@@ -106,9 +107,7 @@ def test_store_that_contradicts_itself_stays_whole() -> None:
 
 events = st.lists(
     st.builds(stored, st.integers(1, 4), st.integers(1, 9), st.none() | st.integers(1, 12))
-    | st.builds(
-        BlockRemoved, st.lists(st.integers(1, 12).map(EngineHash), min_size=1, max_size=9)
-    )
+    | st.builds(BlockRemoved, st.lists(st.integers(1, 12).map(EngineHash), min_size=1, max_size=9))
     | st.just(AllBlocksCleared()),
     max_size=8,
 )
