@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks.micro_index import BLOCK_SIZE, MODEL, VOCABULARY, encoded_stream
+from benchmarks.index_workload import BLOCK_SIZE, MODEL, VOCABULARY, encoded_stream
 from indexer.core.events import decode_batch
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, BlocksHeld, GroupKind, GroupSpec, Prompt, RankUpdate
@@ -147,7 +147,7 @@ async def measure_lookups(indexes: Sequence[BlockIndex], tokens: int) -> Row:
 
 async def measure_writes(indexes: Sequence[BlockIndex], *, keeps_rows: bool) -> Row:
     """From encoded frames to the index; with rows, so that the indexer can be restarted."""
-    frames, blocks = encoded_stream(as_maps=True)
+    frames, blocks = encoded_stream(as_maps=True, blocks=20_000)
 
     async def write(index: BlockIndex) -> None:
         tables = RankBlocks(rank=RankId(ENGINE, 1000), model=MODEL, epoch=1, keeps_rows=keeps_rows)
@@ -168,7 +168,7 @@ async def measure_writes(indexes: Sequence[BlockIndex], *, keeps_rows: bool) -> 
 
 async def measure_bulk(index: RedisIndex) -> str:
     """Room and speed of a big rank, written anew from its tables."""
-    frames, blocks = encoded_stream(as_maps=True)
+    frames, blocks = encoded_stream(as_maps=True, blocks=20_000)
     tables = RankBlocks(rank=RankId(ENGINE, 2000), model="bulk", epoch=1, keeps_rows=True)
     for seq, frame in enumerate(frames):
         tables.apply(seq, decode_batch(frame))

@@ -21,13 +21,21 @@ Cost: 0.4 µs per block of 16 tokens in a long event, 0.7 µs per event with one
 an array; an unusual batch costs about three times that.
 """
 
-from collections.abc import Sequence
 from math import isfinite
 from struct import unpack_from
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
+from indexer.core.sent_events import (
+    ARRAYS,
+    ArrayEvent,
+    MapEvent,
+    RemovedAsSent,
+    StoredAsSent,
+    convert_event,
+    reason_to_reject,
+)
 from indexer.core.types import EngineHash, Tier
 
 
@@ -179,67 +187,13 @@ class _UsualCleared(
     medium: ClassVar[str | None] = None
 
 
-class _StoredAsSent(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
-    """Any BlockStored, in the field order that arrays have."""
-
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: Any = None
-    ownership: Any = None
-    session_id: str | None = None
-
-
-class _RemovedAsSent(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
-    """Any BlockRemoved."""
-
-    block_hashes: list[int | bytes]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _ClearedAsSent(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
-    """Any AllBlocksCleared."""
-
-
-class _StoredArray(_StoredAsSent, array_like=True, gc=False):
-    """The same up to 0.23."""
-
-
-class _RemovedArray(_RemovedAsSent, array_like=True, gc=False):
-    """The same up to 0.23."""
-
-
-class _ClearedArray(_ClearedAsSent, array_like=True, gc=False):
-    """The same up to 0.23."""
-
-
-_MapEvent = _StoredAsSent | _RemovedAsSent | _ClearedAsSent
-_ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
-
-
 class _UsualMaps(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[_UsualStored | _UsualRemoved | _UsualCleared]
     rank: int | None = None
 
 
-class _Arrays(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: list[_ArrayEvent]
-    rank: int | None = None
-
-
 _USUAL_MAPS: Final = msgspec.msgpack.Decoder(_UsualMaps)
-_ARRAYS: Final = msgspec.msgpack.Decoder(_Arrays)
 _ANYTHING: Final = msgspec.msgpack.Decoder()
 
 # Enum members are looked up slowly; this one is used for every event.
@@ -255,7 +209,6 @@ _TIER_OF_MEDIUM: Final = {
     "DISK": Tier.STORAGE,
 }
 _MASK_64: Final = 0xFFFF_FFFF_FFFF_FFFF
-_EVENT_TYPES: Final = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
 
 def decode_batch(payload: bytes) -> EventBatch:
@@ -303,8 +256,8 @@ def _settle(sent: _UsualStored | _UsualRemoved | _UsualCleared) -> Event:
     return AllBlocksCleared()
 
 
-def _normalise(sent: _MapEvent | _ArrayEvent) -> Event:
-    if isinstance(sent, _StoredAsSent):
+def _normalise(sent: MapEvent | ArrayEvent) -> Event:
+    if isinstance(sent, StoredAsSent):
         medium, parent = sent.medium, sent.parent_block_hash
         return BlockStored(
             _unsigned_all(sent.block_hashes),
@@ -319,7 +272,7 @@ def _normalise(sent: _MapEvent | _ArrayEvent) -> Event:
             sent.kv_cache_spec_sliding_window,
             sent.session_id,
         )
-    if isinstance(sent, _RemovedAsSent):
+    if isinstance(sent, RemovedAsSent):
         medium = sent.medium
         return BlockRemoved(
             _unsigned_all(sent.block_hashes),
@@ -358,7 +311,7 @@ def _tier_of(medium: str | None) -> Tier:
 def _decode_arrays(payload: bytes) -> EventBatch:
     """Decode a batch that is none of the usual ones of maps."""
     try:
-        batch = _ARRAYS.decode(payload)
+        batch = ARRAYS.decode(payload)
     except (msgspec.DecodeError, RecursionError):
         return _decode_singly(payload)
     return EventBatch(batch.ts, batch.rank, [_normalise(event) for event in batch.events])
@@ -379,25 +332,7 @@ def _decode_singly(payload: bytes) -> EventBatch:
     rejected: list[str] = []
     for sent in sent_events:
         try:
-            events.append(_normalise(_convert_event(sent)))
+            events.append(_normalise(convert_event(sent)))
         except msgspec.ValidationError:
-            rejected.append(_reason_to_reject(sent))
+            rejected.append(reason_to_reject(sent))
     return EventBatch(float(ts), rank, events, rejected)
-
-
-def _convert_event(sent: object) -> _MapEvent | _ArrayEvent:
-    wanted: Any = _MapEvent if isinstance(sent, dict) else _ArrayEvent
-    converted: _MapEvent | _ArrayEvent = msgspec.convert(sent, wanted, builtin_types=(bytes,))
-    return converted
-
-
-def _reason_to_reject(sent: object) -> str:
-    """Name the fault: a bounded set of words, since it becomes a metric's label."""
-    tag: object = None
-    if isinstance(sent, dict):
-        tag = sent.get("type")
-    elif isinstance(sent, Sequence) and not isinstance(sent, str | bytes) and sent:
-        tag = sent[0]
-    if not isinstance(tag, str):
-        return "not_an_event"
-    return "bad_field" if tag in _EVENT_TYPES else "unknown_event"
