@@ -81,6 +81,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Messages ZMQ may queue per socket; 0: no limit, so that we lose none ourselves."""
     max_held_batches: PositiveInt = 20_000
     """Live batches that may wait for a replay: twice vLLM's default ring."""
+    max_blocks_per_rank: PositiveInt = 2_000_000
+    """Blocks that a rank's tables hold, each counted on every tier; beyond it the oldest leave."""
     max_parked_blocks: PositiveInt = 65_536
     """Blocks per group that may wait for their parent."""
     rebuild_interval_s: PositiveFloat = 60.0

@@ -13,6 +13,7 @@ import structlog
 
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.block_tree import BlockTree
+from indexer.core.bound import TableLimits
 from indexer.core.epochs import Epochs
 from indexer.core.events import (
     EventBatch,
@@ -131,9 +132,11 @@ class RankWriter:
         await self.keeper.apply(self._blocks, effect.seq, batch, effect.payload)
         self._note(effect, batch)
         self._check_rank(batch)
+        set_aside = self._take_set_aside()
         return BatchOutcome(
             is_cleared=has_clear(batch.events),
-            has_refusals=self._has_refused(batch) or has_lost_events(batch.rejected),
+            has_refusals=self._has_refused(set_aside, batch) or has_lost_events(batch.rejected),
+            is_bound_hit="bound_evicted" in set_aside,
             orphans=self._blocks.orphans,
         )
 
@@ -157,7 +160,10 @@ class RankWriter:
             model=self._source.model,
             epoch=next(self._means.epochs) if epoch is None else epoch,
             tree=self._means.tree,
-            max_parked_blocks=self._means.config.max_parked_blocks,
+            limits=TableLimits(
+                max_blocks=self._means.config.max_blocks_per_rank,
+                max_parked_blocks=self._means.config.max_parked_blocks,
+            ),
             keeps_rows=self._means.journal is not None,
         )
 
@@ -178,14 +184,20 @@ class RankWriter:
             self._counts.wrong_rank += 1
             self._log(_logger.warning, "wrong_rank", reason=str(batch.rank))
 
-    def _has_refused(self, batch: EventBatch) -> bool:
+    def _take_set_aside(self) -> Counter[str]:
+        """What the newest batch added to it, by reason."""
         counts = self._blocks.counts
         if counts == self._set_aside:
-            return False
+            return Counter()
         new = counts - self._set_aside
         self._counts.set_aside += new
         self._set_aside = Counter(counts)
-        refused = refused_reasons(new, batch.events, self._blocks.groups)
+        if "bound_evicted" in new:
+            self._log(_logger.warning, "bound_hit", reason="max_blocks_per_rank")
+        return new
+
+    def _has_refused(self, set_aside: Counter[str], batch: EventBatch) -> bool:
+        refused = refused_reasons(set_aside, batch.events, self._blocks.groups)
         for reason in refused:
             self._log(_logger.warning, "events_refused", reason=reason)
         return bool(refused)

@@ -17,7 +17,7 @@ from struct import error as StructError  # noqa: N812 - it is a class
 from struct import pack
 
 from indexer.core.block_rows import BlockRow
-from indexer.core.block_tree import BlockTree, Node
+from indexer.core.block_tree import TIERS, BlockTree, Node
 from indexer.core.events import BlockStored
 from indexer.core.extra_keys import split_extra_keys
 from indexer.core.hashing import (
@@ -29,9 +29,10 @@ from indexer.core.hashing import (
     root_key,
 )
 from indexer.core.held_blocks import HeldBlocks
+from indexer.core.held_tables import HeldCopies
 from indexer.core.index import GroupSpec
 from indexer.core.orphans import Orphans, ParkedBlock
-from indexer.core.types import BlockKey, EngineHash
+from indexer.core.types import BlockKey, EngineHash, Tier
 
 
 class FullGroup:
@@ -78,6 +79,22 @@ class FullGroup:
     @property
     def reachable_blocks(self) -> int:
         return self._held.reachable_blocks
+
+    @property
+    def held_hashes(self) -> int:
+        """For `core.bound`: hashes, each counted on every tier."""
+        return self._held.held_hashes
+
+    def evict(self, most: int, *, by_force: bool) -> int:
+        """Drop up to `most` of the oldest hashes; returns how many."""
+        evicted = self._held.evict(most, by_force=by_force)
+        if self._held.touched is not None:
+            self._held.touched.update(evicted)
+        return len(evicted)
+
+    def drop(self, engine_hash: EngineHash, tier: Tier) -> None:
+        """Drop all copies of a hash, just announced, on a tier."""
+        self._held.drop(engine_hash, TIERS.index(tier))
 
     def clear(self) -> None:
         """Everything went."""
@@ -153,6 +170,14 @@ class FullGroup:
     def key_of(self, engine_hash: EngineHash) -> BlockKey | None:
         node = self._held.find(engine_hash)
         return None if node is None else node.key
+
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a block is held, reachable or not."""
+        return self._held.holds(key)
+
+    def copies_below(self, key: BlockKey) -> Iterator[HeldCopies]:
+        """Every copy of a block and of its descendants."""
+        return self._held.copies_below(key)
 
     def tracked_entries(self) -> int:
         """Entries of all internal tables; 0 when nothing is held and nothing parked."""

@@ -18,110 +18,23 @@ Cost: one dict entry per hash and tier; what a block is and what follows it is i
 costs a step per descendant; so does removing a block, per child that it has on any rank.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from indexer.core.block_tree import TIERS, BlockTree, Node, children_of
-from indexer.core.net_changes import NetChanges
+from indexer.core.block_tree import TIERS, Node
+from indexer.core.held_tables import Ghost, HeldTables
 from indexer.core.types import BlockKey, EngineHash
 
-_Table = dict[EngineHash, Node]
+_EVICTION_ROUNDS = 8
 
 
-class _Ghost:
-    """A block that is kept for its descendants."""
-
-    __slots__ = ("children", "engine_hash")
-
-    def __init__(self, engine_hash: EngineHash, children: int) -> None:
-        self.engine_hash = engine_hash
-        self.children = children
-        """Blocks right under it that are here."""
-
-
-class HeldBlocks:
+class HeldBlocks(HeldTables):
     """Blocks of one full-attention group of one rank."""
 
-    __slots__ = (
-        "_cut",
-        "_ghost_of",
-        "_ghosts",
-        "_held",
-        "_surplus",
-        "_tree",
-        "_twins",
-        "changes",
-        "reachable_blocks",
-        "touched",
-    )
-
-    def __init__(self, tree: BlockTree) -> None:
-        self.changes = NetChanges(len(TIERS))
-        """Keys gained and lost since the caller last cleared it."""
-        self.touched: set[EngineHash] | None = None
-        """Hashes whose rows may have changed; None: nobody keeps rows."""
-        self._tree = tree
-        self._empty()
-
-    def _empty(self) -> None:
-        self.reachable_blocks = 0
-        self._held: tuple[_Table, ...] = tuple({} for _ in TIERS)
-        """Per tier: hashes with at least one copy, oldest first."""
-        self._surplus: tuple[dict[EngineHash, int], ...] = tuple({} for _ in TIERS)
-        """Per tier: copies beyond the first."""
-        self._twins: tuple[dict[BlockKey, int], ...] = tuple({} for _ in TIERS)
-        """Per tier: how many hashes other than the node's own hold it."""
-        self._ghosts: _Table = {}
-        self._ghost_of: dict[BlockKey, _Ghost] = {}
-        self._cut: set[BlockKey] = set()
-        """Held, and not reachable."""
-
-    def clear(self) -> None:
-        """Drop everything, unreported changes too."""
-        for table in (*self._held, self._ghosts):
-            self._tree.abandon(table)
-        self._empty()
-        self.changes.clear()
-
-    def tracked_entries(self) -> int:
-        """Entries of all internal tables; 0 when nothing is held."""
-        tables: tuple[Any, ...] = (*self._held, *self._surplus, *self._twins)
-        return sum(map(len, (*tables, self._ghosts, self._ghost_of, self._cut)))
-
-    # Looking.
-
-    def find(self, engine_hash: EngineHash) -> Node | None:
-        """Block of a hash that is held or remembered."""
-        for held in self._held:
-            if held:
-                node = held.get(engine_hash)
-                if node is not None:
-                    return node
-        return self._ghosts.get(engine_hash) if self._ghosts else None
-
-    def knows_any(self, hashes: Iterable[EngineHash]) -> bool:
-        return any(
-            table and not table.keys().isdisjoint(hashes) for table in (*self._held, self._ghosts)
-        )
-
-    def hashes(self) -> Iterator[EngineHash]:
-        """Every hash that is held or remembered."""
-        return iter({hash_ for table in (*self._held, self._ghosts) for hash_ in table})
-
-    def copies(self, engine_hash: EngineHash) -> tuple[int, int, int]:
-        """Copies per tier."""
-        gpu, cpu, storage = (
-            1 + surplus.get(engine_hash, 0) if engine_hash in held else 0
-            for held, surplus in zip(self._held, self._surplus, strict=True)
-        )
-        return gpu, cpu, storage
-
-    def reachable_keys(self, tier: int) -> list[BlockKey]:
-        """Keys of reachable blocks on `tier`."""
-        keys = dict.fromkeys(node.key for node in self._held[tier].values())
-        return [key for key in keys if key not in self._cut]
+    __slots__ = ()
 
     # Storing.
 
@@ -209,7 +122,7 @@ class HeldBlocks:
     def remember(self, engine_hash: EngineHash, node: Node) -> None:
         """Keep a hash without copies, for descendants that will be added."""
         self._ghosts[engine_hash] = node
-        self._ghost_of[node.key] = _Ghost(engine_hash, 0)
+        self._ghost_of[node.key] = Ghost(engine_hash, 0)
         node.entries += 1
         self._count_child(node)
 
@@ -263,33 +176,41 @@ class HeldBlocks:
         else:
             self._lose_block(engine_hash, node, is_reachable=is_reachable)
 
+    def evict(self, most: int, *, by_force: bool = False) -> list[EngineHash]:
+        """Drop up to `most` hashes from the fullest tier, and return them: the oldest go first.
+
+        One whose block has descendants here is spared and counts as new, unless `by_force`: of a
+        conversation the end goes first, of all conversations the oldest. Only some are looked at.
+        """
+        tier = max(range(len(TIERS)), key=lambda each: len(self._held[each]))
+        held, evicted = self._held[tier], list[EngineHash]()
+        for _ in range(1 if by_force else _EVICTION_ROUNDS):
+            for engine_hash, node in reversed(list(islice(held.items(), most - len(evicted)))):
+                if by_force or not self._here(node):
+                    self._evict_upwards(engine_hash, node, tier, evicted, most)
+                else:
+                    held[engine_hash] = held.pop(engine_hash)
+        return evicted
+
+    def drop(self, engine_hash: EngineHash, tier: int) -> None:
+        """Drop all copies of a hash on a tier."""
+        self._surplus[tier].pop(engine_hash, None)
+        self.take((engine_hash,), tier)
+
+    def _evict_upwards(
+        self, engine_hash: EngineHash, node: Node, tier: int, evicted: list[EngineHash], most: int
+    ) -> None:
+        """Drop a hash, and of what lies above it, which is older, what nothing else hangs on."""
+        held = self._held[tier]
+        while len(evicted) < most and held.get(engine_hash) is node:
+            parent = node.parent
+            self.drop(engine_hash, tier)
+            evicted.append(engine_hash)
+            if parent is None or self._here(parent):
+                return
+            engine_hash, node = parent.engine_hash, parent
+
     # Inside.
-
-    def is_held(self, node: Node) -> bool:
-        """A copy lies on some tier, reachable or not."""
-        for held, twins in zip(self._held, self._twins, strict=True):
-            if held and (held.get(node.engine_hash) is node or node.key in twins):
-                return True
-        return False
-
-    def _lies_on(self, node: Node, tier: int) -> bool:
-        return self._held[tier].get(node.engine_hash) is node or node.key in self._twins[tier]
-
-    def _has_twin(self, key: BlockKey) -> bool:
-        """The block is here under another hash than its node's."""
-        return any(key in twins for twins in self._twins) or key in self._ghost_of
-
-    def _is_reachable(self, node: Node) -> bool:
-        """For a root, or a block that is here."""
-        return node.parent is None or not (node.key in self._cut or node.key in self._ghost_of)
-
-    def _here(self, node: Node) -> list[Node]:
-        """Children of a node that are held or remembered here."""
-        return [
-            below
-            for below in children_of(node)
-            if self.is_held(below) or below.key in self._ghost_of
-        ]
 
     def _add_below(self, above: Node, keys: Sequence[BlockKey], tier: int) -> None:
         """A chain of blocks that were not here is held under `above` now."""
@@ -335,7 +256,7 @@ class HeldBlocks:
             below = self._here(node)
             if below:
                 self._ghosts[engine_hash] = node
-                self._ghost_of[node.key] = _Ghost(engine_hash, len(below))
+                self._ghost_of[node.key] = Ghost(engine_hash, len(below))
                 if is_reachable:
                     self._spread(node, is_reachable=False)
                 return
@@ -358,7 +279,7 @@ class HeldBlocks:
             self._forget(ghost, None)
             node = parent
 
-    def _forget(self, ghost: _Ghost, node: Node | None) -> None:
+    def _forget(self, ghost: Ghost, node: Node | None) -> None:
         del self._ghosts[ghost.engine_hash]
         if self.touched is not None:
             self.touched.add(ghost.engine_hash)

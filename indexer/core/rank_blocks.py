@@ -18,7 +18,8 @@ Rules:
    touched; `restore` takes that over, `snapshot` tells all of it anew.
 7. Everything ignored is counted by reason. Reasons about events: `duplicate_hashes`,
    `self_parent`, `mixed_block_size`, `bad_token`, `unsupported_group`, `unaligned_tokens`; about
-   blocks: `orphan_parked`, `orphan_evicted`, `unknown_placeholder`, `unknown_removal`.
+   blocks: `orphan_parked`, `orphan_evicted`, `bound_evicted` (`core.bound`),
+   `unknown_placeholder`, `unknown_removal`.
 
 Cost: 0.7 µs per block in long events, 1.6 µs to store and 1.2 µs to remove a single one.
 """
@@ -30,6 +31,7 @@ from typing import Final, TypeVar
 
 from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
 from indexer.core.block_tree import TIERS, BlockTree
+from indexer.core.bound import USUAL_LIMITS, BlockBound, TableLimits
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.full_group import FullGroup
 from indexer.core.index import (
@@ -68,6 +70,7 @@ class RankBlocks:
     """Blocks of one rank in one epoch."""
 
     __slots__ = (
+        "_bound",
         "_fulls",
         "_groups",
         "_is_cleared",
@@ -91,7 +94,7 @@ class RankBlocks:
         model: str,
         epoch: int,
         tree: BlockTree | None = None,
-        max_parked_blocks: int = 65_536,
+        limits: TableLimits = USUAL_LIMITS,
         keeps_rows: bool = False,
     ) -> None:
         """`tree` is shared with the other ranks; without one nothing is."""
@@ -101,7 +104,8 @@ class RankBlocks:
         """Everything that was ignored or set aside, by reason."""
         self._model = model
         self._tree = BlockTree() if tree is None else tree
-        self._max_parked_blocks = max_parked_blocks
+        self._bound = BlockBound(limits.max_blocks)
+        self._max_parked_blocks = limits.max_parked_blocks
         self._keeps_rows = keeps_rows
         self._groups: dict[int, Group] = {}
         self._fulls: list[FullGroup] = []
@@ -140,6 +144,7 @@ class RankBlocks:
                 self._remove(event)
             else:
                 self._clear(event)
+        self._bound.enforce(self._groups, batch, self.counts)
         if self._windows:
             self._resolve_windows()
         self._tree.sweep(_SWEPT_ENTRIES)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.core.bound import TableLimits
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
 from indexer.core.index import (
@@ -443,7 +444,7 @@ def test_removal_of_another_tier_leaves_an_orphan_alone(rank: Rank) -> None:
 
 def test_parked_blocks_are_bounded_and_the_oldest_leaves() -> None:
     """A stream that never explains itself can't fill the memory."""
-    rank = Rank(max_parked_blocks=2)
+    rank = Rank(limits=TableLimits(max_parked_blocks=2))
 
     rank.apply(stored(2, parent=1), stored(4, parent=3), stored(6, parent=5))
     assert rank.blocks.orphans == 2
@@ -941,7 +942,7 @@ def test_whatever_comes_is_applied_and_a_clear_leaves_nothing(
     batches: list[list[BlockStored | BlockRemoved | AllBlocksCleared]],
 ) -> None:
     """No event raises, no key is told twice, and nothing survives a reset."""
-    rank = Rank(max_parked_blocks=3)
+    rank = Rank(limits=TableLimits(max_parked_blocks=3))
 
     for events in batches:
         rank.apply(*events)

@@ -106,7 +106,10 @@ def test_store_that_contradicts_itself_stays_whole() -> None:
 
 
 events = st.lists(
-    st.builds(stored, st.integers(1, 4), st.integers(1, 9), st.none() | st.integers(1, 12))
+    # A hash names a whole prefix: block 5 always follows block 4.
+    st.builds(
+        lambda first, blocks: stored(first, blocks, first - 1 or None), *[st.integers(1, 9)] * 2
+    )
     | st.builds(BlockRemoved, st.lists(st.integers(1, 12).map(EngineHash), min_size=1, max_size=9))
     | st.just(AllBlocksCleared()),
     max_size=8,
