@@ -52,7 +52,7 @@ class BlockTree:
 
     def __init__(self) -> None:
         self.nodes: dict[BlockKey, Node] = {}
-        """Blocks and roots."""
+        """Blocks and roots. Always this dict."""
         self._abandoned: list[dict[EngineHash, Node]] = []
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class BlockTree:
     def free(self, node: Node) -> None:
         """Drop a node that is not needed any more, and what only it needed."""
         while not node.entries and node.children is None:
-            del self.nodes[node.key]
+            self.nodes.pop(node.key, None)  # two nodes have one entry if their keys collide
             parent = node.parent
             if parent is None:
                 return

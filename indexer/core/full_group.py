@@ -85,6 +85,11 @@ class FullGroup:
         """For `core.bound`: hashes, each counted on every tier."""
         return self._held.held_hashes
 
+    @property
+    def parked(self) -> int:
+        """Blocks that wait for their parent."""
+        return len(self.orphans.blocks)
+
     def evict(self, most: int, *, by_force: bool) -> int:
         """Drop up to `most` of the oldest hashes; returns how many."""
         evicted = self._held.evict(most, by_force=by_force)

@@ -50,11 +50,10 @@ class HeldBlocks(HeldTables):
         if (cpu and engine_hash in cpu) or (storage and engine_hash in storage):
             return False
         key = BlockKey(xxh3_64_intdigest(packed, above.key))
-        tree = self._tree
-        if above.children is None and key not in tree.nodes:
-            held[engine_hash] = tree.nodes[key] = above.children = Node(key, engine_hash, above)
+        if above.children is None:
+            held[engine_hash] = self._nodes[key] = above.children = Node(key, engine_hash, above)
         else:
-            node = tree.find_or_add(above, key, engine_hash)
+            node = self._tree.find_or_add(above, key, engine_hash)
             if node.engine_hash != engine_hash or self._has_twin(key):
                 return False
             node.entries += 1
@@ -72,7 +71,7 @@ class HeldBlocks(HeldTables):
         self, above: Node, hashes: Sequence[EngineHash], keys: Sequence[BlockKey], tier: int
     ) -> bool:
         """Add a chain of blocks under `above`, of hashes that are not known. False: some are twins."""
-        nodes = self._tree.nodes
+        nodes = self._nodes
         shared: list[Node] = []
         last = above
         for engine_hash, key in zip(hashes, keys, strict=True):
@@ -158,8 +157,15 @@ class HeldBlocks(HeldTables):
         else:
             changes.lost[0].add(key)
         self.reachable_blocks -= 1
-        node.entries -= 1
-        if not node.entries:
+        if node.entries > 1:
+            node.entries -= 1
+            return True
+        node.entries = 0
+        parent = node.parent
+        if parent is not None and parent.children is node and parent.entries:
+            parent.children = None
+            self._nodes.pop(key, None)
+        else:
             self._tree.free(node)
         return True
 

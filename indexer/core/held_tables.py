@@ -41,6 +41,7 @@ class HeldTables:
         "_ghost_of",
         "_ghosts",
         "_held",
+        "_nodes",
         "_surplus",
         "_tree",
         "_twins",
@@ -55,6 +56,7 @@ class HeldTables:
         self.touched: set[EngineHash] | None = None
         """Hashes whose rows may have changed; None: nobody keeps rows."""
         self._tree = tree
+        self._nodes = tree.nodes
         self._empty()
 
     def _empty(self) -> None:
@@ -123,7 +125,7 @@ class HeldTables:
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is held, reachable or not."""
-        node = self._tree.nodes.get(key)
+        node = self._nodes.get(key)
         return node is not None and self.is_held(node)
 
     def copies_below(self, key: BlockKey) -> Iterator[HeldCopies]:
@@ -131,7 +133,7 @@ class HeldTables:
 
         A step per descendant; where hashes aren't those that name the nodes, all hashes are read.
         """
-        top = self._tree.nodes.get(key)
+        top = self._nodes.get(key)
         waiting = [] if top is None else [top]
         found: dict[BlockKey, Node] = {}
         while waiting:

@@ -79,7 +79,9 @@ class RankBlocks:
         "_max_parked_blocks",
         "_model",
         "_new_specs",
+        "_room",
         "_sized_by_gpu",
+        "_stored",
         "_tree",
         "_windows",
         "counts",
@@ -105,6 +107,8 @@ class RankBlocks:
         self._model = model
         self._tree = BlockTree() if tree is None else tree
         self._bound = BlockBound(limits.max_blocks)
+        self._room = self._stored = 0
+        """The bound can't be hit by so many hashes; so many came since that was worked out."""
         self._max_parked_blocks = limits.max_parked_blocks
         self._keeps_rows = keeps_rows
         self._groups: dict[int, Group] = {}
@@ -144,7 +148,9 @@ class RankBlocks:
                 self._remove(event)
             else:
                 self._clear(event)
-        self._bound.enforce(self._groups, batch, self.counts)
+        if self._stored > self._room:
+            self._room = self._bound.enforce(self._groups, batch, self.counts)
+            self._stored = 0
         if self._windows:
             self._resolve_windows()
         self._tree.sweep(_SWEPT_ENTRIES)
@@ -224,6 +230,7 @@ class RankBlocks:
         hashes = event.hashes
         if not hashes:
             return
+        self._stored += len(hashes)
         if not event.token_ids or event.block_size <= 0:
             self._recall(hashes, event)
             return

@@ -64,6 +64,11 @@ class WindowGroup:
         """For `core.bound`: hashes, each counted on every tier."""
         return sum(map(len, self._copies))
 
+    @property
+    def parked(self) -> int:
+        """No block waits for another here."""
+        return 0
+
     def evict(self, most: int, *, by_force: bool) -> int:  # noqa: ARG002 - none is spared here
         """Drop up to `most` of the oldest hashes; returns how many."""
         tier = max(range(len(TIERS)), key=lambda each: len(self._copies[each]))
