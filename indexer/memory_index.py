@@ -50,6 +50,11 @@ class _Holding:
     def entries(self) -> int:
         return sum(len(keys) for keys in self.tiers.values())
 
+    @property
+    def held(self) -> list[Keys]:
+        """Of tiers that have any, fastest first."""
+        return [keys for keys in self.tiers.values() if keys]
+
 
 @dataclass(slots=True, eq=False)
 class _Life:
@@ -61,6 +66,8 @@ class _Life:
     fulls: list[_Holding] = field(default_factory=list)
     """Lowest group number first."""
     others: list[_Holding] = field(default_factory=list)
+    block_size: int | None = None
+    """Of the first full group."""
     step_tokens: int = 1
     """Hits end on multiples of this: the least common multiple of the block sizes."""
 
@@ -69,6 +76,7 @@ class _Life:
         ordered = [self.groups[number] for number in sorted(self.groups)]
         self.fulls = [each for each in ordered if each.spec.kind is GroupKind.FULL]
         self.others = [each for each in ordered if each.spec.kind is not GroupKind.FULL]
+        self.block_size = self.fulls[0].spec.block_size if self.fulls else None
         self.step_tokens = lcm(*(each.spec.block_size for each in ordered))
 
 
@@ -100,11 +108,12 @@ class MemoryIndex:
 
     async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
         lives = self._by_model.get(prompt.namespace.model, {})
+        trust, exact = self._trust, Trust.EXACT
         return {
             rank: PrefixMatch(
-                tokens_by_tier=_match_tokens(life, prompt),
-                block_size=life.fulls[0].spec.block_size if life.fulls else None,
-                trust=self._trust.get(rank, Trust.EXACT),
+                tokens_by_tier=_match_tokens(life, prompt) if life.block_size else {},
+                block_size=life.block_size,
+                trust=trust.get(rank, exact),
                 epoch=life.epoch,
             )
             for rank, life in lives.items()
@@ -183,21 +192,24 @@ class MemoryIndex:
 
 
 def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
-    if not life.fulls:
-        return {}
+    """For a rank that has a full group."""
     first = life.fulls[0]
     size = first.spec.block_size
     keys = prompt.keys(size)
-    if len(life.groups) == 1:
-        blocks = _depth(first, keys, prompt.hit_limit_blocks(size))
-    else:
+    held = [(tier, keys_held) for tier, keys_held in first.tiers.items() if keys_held]
+    if len(life.groups) > 1:
         blocks = _agreed_tokens(life, prompt) // size
-    return _tokens_by_tier(first, keys, blocks) if blocks else {}
+    else:
+        blocks = _depth([each for _, each in held], keys, prompt.hit_limit_blocks(size))
+    if not blocks:
+        return {}
+    if len(held) == 1:
+        return {held[0][0]: blocks * size}
+    return _tokens_by_tier(held, keys[:blocks], size)
 
 
-def _depth(holding: _Holding, keys: Sequence[BlockKey], limit: int) -> int:
+def _depth(tiers: Sequence[Keys], keys: Sequence[BlockKey], limit: int) -> int:
     """How many of the first `limit` blocks are held, by bisection: held means reachable."""
-    tiers = [held for held in holding.tiers.values() if held]
     if not tiers or not limit:
         return 0
     fastest, slower = tiers[0], tiers[1:]
@@ -212,14 +224,12 @@ def _depth(holding: _Holding, keys: Sequence[BlockKey], limit: int) -> int:
     return low
 
 
-def _tokens_by_tier(holding: _Holding, keys: Sequence[BlockKey], blocks: int) -> dict[Tier, int]:
-    """Count each of the first `blocks` keys, all held, at its fastest tier."""
-    size = holding.spec.block_size
-    tiers = [(tier, held) for tier, held in holding.tiers.items() if held]
-    if len(tiers) == 1:
-        return {tiers[0][0]: blocks * size}
+def _tokens_by_tier(
+    tiers: Sequence[tuple[Tier, Keys]], keys: Sequence[BlockKey], size: int
+) -> dict[Tier, int]:
+    """Count each of these keys, all held, at its fastest tier."""
     tokens: dict[Tier, int] = {}
-    rest = set(keys[:blocks])
+    rest = set(keys)
     for tier, held in tiers:
         slower = rest - held.keys()
         if len(slower) < len(rest):
@@ -232,7 +242,7 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
     """Where all groups of a hybrid model let a hit end."""
     step = life.step_tokens
     end = min(
-        _depth(full, prompt.keys(size), prompt.hit_limit_blocks(size)) * size
+        _depth(full.held, prompt.keys(size), prompt.hit_limit_blocks(size)) * size
         for full in life.fulls
         for size in (full.spec.block_size,)
     )
@@ -250,7 +260,7 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
 def _boundary(holding: _Holding, prompt: Prompt, end_tokens: int, step_tokens: int) -> int:
     """Largest end, at most `end_tokens`, before which a window or state group has its blocks."""
     size, needed = holding.spec.block_size, holding.spec.boundary_blocks
-    tiers = [held for held in holding.tiers.values() if held]
+    tiers = holding.held
     keys = prompt.keys(size)
     step = step_tokens // size
     end = end_tokens // size

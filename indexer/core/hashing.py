@@ -68,17 +68,13 @@ def block_keys(
     width = block_size * TOKEN_BYTES
     blocks = iter_unpack(f"{width}s", memoryview(packed)[: len(packed) // width * width])
     key = root
-    keys: list[BlockKey] = []
-    append = keys.append
     if not extras:
-        for (block,) in blocks:
-            key = xxh3_64_intdigest(block, key)  # type: ignore[assignment]
-            append(key)
-        return keys
-    for number, (block,) in enumerate(blocks):
-        key = block_key(key, block, extras.get(number, b""))
-        append(key)
-    return keys
+        digest = xxh3_64_intdigest
+        return [key := digest(block, key) for (block,) in blocks]  # type: ignore[assignment]
+    return [
+        key := block_key(key, block, extras.get(number, b""))
+        for number, (block,) in enumerate(blocks)
+    ]
 
 
 def pack_extras(parts: Iterable[object]) -> bytes:
