@@ -19,6 +19,7 @@ COPY kvlb ./kvlb
 COPY simulator ./simulator
 RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
     && python -m pip --python /opt/kvlb/bin/python install --no-deps --no-index /wheels/*.whl \
+    && python -m pip --python /opt/kvlb/bin/python check \
     && /opt/kvlb/bin/python -m compileall -q /opt/kvlb \
     && /opt/kvlb/bin/kvlb --version
 

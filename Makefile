@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench lint types contracts unit e2e deep clean services test-engine
+.PHONY: help demo docs test check fix bench lint types contracts unit e2e deep clean services test-engine
 
 help: ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,7 +46,7 @@ contracts: $(READY)
 
 unit: $(READY)
 	$(BIN)/coverage run -m pytest -m "not e2e and not engine"
-	$(BIN)/coverage report --include='balancer/core/*,balancer/connectors/*,indexer/core/*,simulator/core/*' --fail-under=100
+	$(BIN)/coverage report --include='balancer/core/*,balancer/connectors/*,indexer/core/*,kvlb/doctor/core/*,simulator/core/*' --fail-under=100
 	$(BIN)/coverage report --fail-under=90 --skip-covered
 
 e2e: $(READY) ## Tests that start real processes.
@@ -58,6 +58,10 @@ deep: $(READY) ## Property tests with many more examples. By hand, before a rele
 test-engine: $(READY) ## Tests against real vLLM on the CPU. Installs it (2.5 GB) unless KVLB_ENGINE_VENV names an environment with it.
 	@test -n "$$KVLB_ENGINE_VENV" || tests/real_engine/install.sh .venv-engine
 	$(BIN)/python -m pytest -m engine -rP tests/real_engine
+
+docs: $(READY) ## Write docs/configuration.md from the settings' docstrings.
+	$(BIN)/kvlb config reference > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
 
 bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RESULTS.md.
 	$(BIN)/python -m benchmarks

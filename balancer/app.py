@@ -117,12 +117,13 @@ def create_app(
 ) -> App:
     """Build everything. `config` has been through `check_config`.
 
-    `index_status` tells trust, epoch and held blocks by rank for `/status`.
+    `index_status` tells trust, epoch and held blocks by rank for `/status`. Without it `/status`
+    shows what the last lookups told.
     """
     builder = _Builder(
         config, index, registry, surroundings or TimeAndChance(), tracing or NoTracing()
     )
-    return builder.build(index_status or dict)
+    return builder.build(index_status)
 
 
 class _Builder:
@@ -192,7 +193,7 @@ class _Builder:
             keep_alive_s=settings.keep_alive_s,
         )
 
-    def build(self, index_status: Callable[[], RankFacts]) -> App:
+    def build(self, index_status: Callable[[], RankFacts] | None) -> App:
         dataplane = DataPlane(
             fleet=self._keeper.snapshot,
             reader=self._reader,
@@ -216,7 +217,7 @@ class _Builder:
             decisions=self._decisions,
             admin=lambda: self._config.admin,
             summary=lambda: self._config.summary(),  # noqa: PLW0108 - it may be replaced
-            index_status=index_status,
+            index_status=index_status or self._router.known_ranks.facts,
             max_body_bytes=self._config.dataplane.max_body_bytes,
             conflicts=lambda: self._conflicts,
             version=importlib.metadata.version("kvlb"),

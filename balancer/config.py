@@ -8,7 +8,7 @@ Rules:
 2. A secret is given in the file or by the name of an environment variable, not both.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -27,6 +27,7 @@ from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.tracing_settings import TracingSettings
 from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
+from indexer.core.addresses import without_loopback_names
 from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId
 
@@ -35,16 +36,21 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Everything an operator can set of the balancer."""
 
     instances: tuple[InstanceSettings, ...] = ()
+    """One entry describes one engine address."""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` for every interface."""
     port: Port = 8080
+    """Port to listen on; 0 takes any free one."""
     drain_s: NonNegativeFloat = 30.0
     """After SIGTERM running answers get this long to finish."""
     engine_api_key: Secret | None = None
-    """Key of every engine that has none of its own."""
+    """Key of every engine that has none of its own. Without a key the client's own
+    `Authorization` is passed on."""
     engine_api_key_env: str | None = None
-    dataplane: DataPlaneSettings = DataPlaneSettings()
+    """Environment variable that holds it."""
     routing: RoutingSettings = RoutingSettings()
     pd: PdSettings = PdSettings()
+    dataplane: DataPlaneSettings = DataPlaneSettings()
     tokens: TokensSettings = TokensSettings()
     probes: ProbeSettings = ProbeSettings()
     admin: AdminSettings = AdminSettings()
@@ -91,6 +97,7 @@ def changed_keys(before: msgspec.Struct, now: msgspec.Struct) -> list[str]:
 def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     """Return `config` with secrets and aliases filled in, or raise ConfigError for what can't work."""
     _refuse_duplicates("url", (each.id for each in config.instances))
+    _refuse_loopback_twice(config.instances)
     config = msgspec.structs.replace(config, instances=name_instances(config.instances))
     _refuse_duplicates("alias", (each.name for each in config.instances))
     known = list(connectors())
@@ -114,6 +121,18 @@ def _refuse_duplicates(key: str, values: Iterable[str]) -> None:
             first = f"instances[{seen[value]}]"
             raise ConfigError(f"`instances[{number}].{key}`: {value} is {first} already")
         seen[value] = number
+
+
+def _refuse_loopback_twice(instances: Sequence[InstanceSettings]) -> None:
+    """Other names for one machine can't be told without asking, those of this one can."""
+    seen: dict[InstanceId, str] = {}
+    for number, each in enumerate(instances):
+        where = f"instances[{number}]"
+        first = seen.setdefault(without_loopback_names(each.id), where)
+        if first != where:
+            raise ConfigError(
+                f"`{where}.url`: {each.id} is {first} under another name of this machine"
+            )
 
 
 def _with_secrets(config: Config, environ: Mapping[str, str]) -> Config:

@@ -14,7 +14,7 @@ from balancer.core.control_errors import (
     EngineDrainingError,
     TokenizeRefusedError,
 )
-from balancer.core.probe_state import ProbeAnswer, ProbeOutcome
+from balancer.core.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
 
@@ -26,6 +26,10 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
+class _Sleep(msgspec.Struct):
+    is_sleeping: bool
+
+
 class EngineClient:
     """Control calls to any instance, with that instance's own key."""
 
@@ -33,6 +37,8 @@ class EngineClient:
         self, *, api_keys: Mapping[InstanceId, str], timeout_s: float, max_connections: int = 256
     ) -> None:
         self._api_keys = api_keys
+        self._sleepless: set[InstanceId] = set()
+        """Engines that can't sleep, or don't say."""
         # trust_env: a proxy variable meant for the internet must not catch calls to engines.
         self._http = httpx.AsyncClient(
             timeout=timeout_s,
@@ -58,10 +64,14 @@ class EngineClient:
         try:
             await self.check_health(instance)
             models = await self.list_models(instance)
+            is_asleep = await self.is_asleep(instance)
         except EngineDrainingError:
             return ProbeAnswer(outcome=ProbeOutcome.DRAINING)
         except EngineCallError as error:
+            self._sleepless.discard(instance)  # who comes back may be another process
             return ProbeAnswer(outcome=ProbeOutcome.FAILED, reason=error.reason)
+        if is_asleep:
+            return ProbeAnswer(outcome=ProbeOutcome.FAILED, reason=SLEEPING, models=models)
         return ProbeAnswer(outcome=ProbeOutcome.OK, models=models)
 
     async def check_health(self, instance: InstanceId) -> None:
@@ -70,6 +80,23 @@ class EngineClient:
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             raise EngineDrainingError("draining")
         _refuse_failure(answer)
+
+    async def is_asleep(self, instance: InstanceId) -> bool:
+        """Ask an engine that can sleep (`/is_sleeping`, in development mode) whether it does.
+
+        Raises EngineCallError. One that doesn't know the question is asked once.
+        """
+        if instance in self._sleepless:
+            return False
+        answer = await self._call("GET", instance, "/is_sleeping")
+        try:
+            told = msgspec.json.decode(answer.content, type=_Sleep) if answer.is_success else None
+        except msgspec.DecodeError:
+            told = None
+        if told is None:
+            self._sleepless.add(instance)
+            return False
+        return told.is_sleeping
 
     async def list_models(self, instance: InstanceId) -> ServedModels:
         """Read `/v1/models`. Raises EngineCallError."""

@@ -15,8 +15,8 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -272,11 +272,12 @@ class Legs:
             body = await answer.read(MAX_ERROR_BYTES)
             raise EngineRefusedError(answer.status, answer.headers, body, alias=leg.alias)
 
-    def _recorded(
-        self, job: Job, kind: str, candidate: Candidate
-    ) -> AbstractContextManager[LegRecord]:
+    @contextmanager
+    def _recorded(self, job: Job, kind: str, candidate: Candidate) -> Iterator[LegRecord]:
         overlap_tokens = _overlap(candidate) if job.prompt.prompts else None
-        return self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens)
+        with self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens) as leg:
+            note_candidate(leg, candidate)
+            yield leg
 
     def _is_clients_fault(self, instance: Instance, error: BalancerError) -> bool:
         """Tell whether another prefill engine would refuse the request, too."""
@@ -306,6 +307,15 @@ def note_plan(record: RequestRecord, plan: RoutePlan) -> None:
     considered = (*plan.considered, *plan.considered_prefill, plan.decode)
     record.available_tokens = max(_overlap(each.candidate) for each in considered)
     record.chosen_tokens = _overlap((plan.prefill or plan.decode).candidate)
+
+
+def note_candidate(leg: LegRecord, candidate: Candidate) -> None:
+    """Write down what the index said of the rank that gets the leg."""
+    leg.rank = candidate.rank.rank
+    leg.trust = candidate.trust.value
+    leg.block_size = candidate.block_size
+    if leg.overlap_tokens is not None:
+        leg.held_tokens = candidate.overlap_tokens
 
 
 def _overlap(candidate: Candidate) -> int:

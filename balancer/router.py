@@ -39,10 +39,14 @@ from balancer.core.prefill_policy import SplitFacts, is_splittable
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.tracing import NoTracing, Tracing
-from indexer.core.index import PrefixLookup, PrefixMatch, Prompt
+from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt
+from indexer.core.throttle import Throttle
 from indexer.core.types import RankId, Trust
 
 logger = structlog.get_logger(__name__)
+
+_FAILURE_LOG_S = 30.0
+"""Between two log lines about the same failure."""
 
 EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
 
@@ -154,7 +158,14 @@ class Router:
         self._on_lookup = on_lookup
         self._tracing = tracing or NoTracing()
         self._ranks = KnownRanks()
-        self._index_answered = True
+        self._failures = Throttle(_FAILURE_LOG_S)
+        self.lookup_problem: str | None = None
+        """Why the last lookup failed; None: it didn't."""
+
+    @property
+    def known_ranks(self) -> KnownRanks:
+        """What the index last said of each rank: for looking at only."""
+        return self._ranks
 
     @property
     def unknown_ranks(self) -> int:
@@ -239,6 +250,7 @@ class Router:
             by_rank=by_rank,
             block_sizes=self._ranks.block_sizes,
             trusts=self._ranks.trusts,
+            tier_weights=self._settings.tier_weights(),
         )
         return _Question(
             request=request,
@@ -288,13 +300,14 @@ class Router:
         try:
             async with asyncio.timeout(self._settings.lookup_timeout_s):
                 answers = await self._match_each(prompts)
+            self.lookup_problem = None
         except TimeoutError:
             outcome = "timeout"
+            self.lookup_problem = "the index didn't answer within routing.lookup_timeout_s"
         except Exception as error:  # noqa: BLE001 - any backend, any fault: route by load, count it
             outcome = "failed"
-            self._log_failure(error)
+            self._note_failure(error)
         self._count_lookup(outcome, self._clock() - started_s)
-        self._index_answered = outcome == "ok"
         return answers, outcome
 
     async def _match_each(
@@ -308,9 +321,13 @@ class Router:
             answers.append(await self._index.match(prompt))
         return tuple(answers)
 
-    def _log_failure(self, error: Exception) -> None:
-        if self._index_answered:  # once per outage: the counter has the rest
-            logger.warning("index_lookup_failed", error=type(error).__name__)
+    def _note_failure(self, error: Exception) -> None:
+        """Log it now and then: the counter has the rest."""
+        # What a backend says of itself is fit to be shown; of a bug only its kind is.
+        problem = str(error) if isinstance(error, BlockIndexError) else type(error).__name__
+        self.lookup_problem = problem
+        if self._failures.admits((problem,), self._clock()):
+            logger.warning("index_lookup_failed", error=problem)
 
     def _count_lookup(self, outcome: str, seconds: float) -> None:
         if self._on_lookup:

@@ -1,14 +1,13 @@
 """The FastAPI application: what isn't proxied. Model list, health, metrics, status, explain.
 
 `/status` and `/explain` tell addresses and what others asked, so they are open on this machine
-only, and with the admin key from elsewhere. The other routes are for everybody.
+only (`balancer/core/local_clients.py`), and with the admin key from elsewhere. The other routes are for everybody.
 """
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Annotated, Any
 
 import msgspec
@@ -36,13 +35,12 @@ from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts, merge_models, readiness, render_instance
 from balancer.core.generate import read_generate
 from balancer.core.load import LoadLedger
+from balancer.core.local_clients import is_local_client
 from balancer.core.openai_errors import render_error
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.rewrite import decode_body, encode_body
 from balancer.router import Router
 from balancer.tokens import PromptReader
-
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 DESCRIPTION = """
 Cache-aware load balancer for vLLM. OpenAI paths (`/v1/chat/completions`, `/v1/completions`, and what
@@ -157,6 +155,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "draining": api.state.is_draining,
                 "reasons": reasons,
                 "conflicts": surface.conflicts(),
+                "index_problem": surface.router.lookup_problem,
                 "instances": [
                     render_instance(each, surface.ledger, facts) for each in fleet.instances
                 ],
@@ -210,7 +209,7 @@ async def _read_body(request: Request, limit_bytes: int) -> bytes:
 
 def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRequest:
     """Read what `/explain` is asked. Raises RequestError or NoInstanceError."""
-    body = decode_body(raw_body)
+    body = decode_body(raw_body).value
     if isinstance(body.get("body"), dict):
         path, raw_body = body.get("path", path), encode_body(body["body"])
     if path not in tuple(Endpoint):
@@ -223,29 +222,27 @@ def guard(admin: Callable[[], AdminSettings]) -> Callable[[Request], Awaitable[N
     """Let operators in: on this machine, or with the admin key."""
 
     async def check(request: Request) -> None:
-        secret = admin().api_key
+        settings = admin()
+        secret = settings.api_key
         key = secret.reveal().encode() if secret else None
         given = request.headers.get("x-api-key")
-        if given is None and _is_local(request):
+        if given is None and _is_local(request, settings):
             return
         if key is None:
-            raise ForbiddenError("open on this machine only; set `admin.api_key` to allow more")
+            raise ForbiddenError(
+                "open on this machine only, as localhost or 127.0.0.1; "
+                "set `admin.api_key` or `admin.local_hosts` to allow more"
+            )
         if given is None or not secrets.compare_digest(given.encode(), key):
             raise UnauthorizedError("`X-API-Key` is missing or wrong")
 
     return check
 
 
-def _is_local(request: Request) -> bool:
-    """Is the client itself on this machine? A proxy on this machine doesn't make it so."""
-    if request.client is None or any(name in request.headers for name in FORWARDED):
-        return False
-    try:
-        address = ip_address(request.client.host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
+def _is_local(request: Request, admin: AdminSettings) -> bool:
+    address = request.client.host if request.client else None
+    hosts = request.headers.getlist("host")
+    return is_local_client(address, request.headers, hosts, admin.local_hosts)
 
 
 def _json(value: object, status: int = 200) -> Response:

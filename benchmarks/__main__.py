@@ -35,6 +35,13 @@ BENCHMARKS = (
         "naive layout is `benchmarks/naive_index.py`, in the same run.",
     ),
     Benchmark(
+        "index_redis",
+        "Index in Redis",
+        "Events from encoded frames through the indexer's own writer; lookups alone, and while another process "
+        "applies 50,000 blocks/s to the same ranks; commands that touch a whole rank. CPU where it can be told: "
+        "Redis, the writer and the reader share the machine.",
+    ),
+    Benchmark(
         "micro_plan",
         "Plan",
         "One decision (cost of every candidate, prefill or not) on loads as they are mid-flight.",

@@ -1,12 +1,12 @@
 """The indexer's settings and where its streams come from. Frozen, checked, units in the names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from indexer.core.addresses import parse_instance_id
-from indexer.core.endpoints import check_endpoint
+from indexer.core.endpoints import check_endpoints
 from indexer.core.limits import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId, RankId
 
@@ -44,9 +44,7 @@ class InstanceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         """Raise ValueError for an address or endpoint that can't be used."""
         parse_instance_id(self.url)
-        for endpoint in (self.events, self.replay):
-            if endpoint is not None:
-                check_endpoint(endpoint)
+        check_endpoints(events=self.events, replay=self.replay)
 
     def __repr__(self) -> str:
         """The key stays out of logs."""
@@ -62,49 +60,59 @@ class InstanceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.alias or self.instance
 
     def has_streams_of(self, other: "InstanceSource") -> bool:
-        """Is this the same instance, followed the same way? Its key may be another."""
-        return msgspec.structs.replace(self, api_key=None) == msgspec.structs.replace(
-            other, api_key=None
-        )
+        """Is this the same instance, followed the same way? Its key and name may be others."""
+        return self._anonymous() == other._anonymous()  # noqa: SLF001 - of its own class
+
+    def _anonymous(self) -> "InstanceSource":
+        return msgspec.structs.replace(self, api_key=None, alias=None)
 
 
 class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How streams are followed."""
+    """How event streams are followed."""
 
     status_host: str | None = None
-    """Address of the status server of `kvlb indexer`; default: `host`."""
+    """Where `kvlb indexer` shows `/health`, `/ready`, `/metrics`, `/status`. Default: on
+    `host`."""
     status_port: Port = 8081
-    """Its port."""
+    """Its port; 0 takes any free one."""
     replay_timeout_s: PositiveFloat = 5.0
     """A replay is given up when nothing has come for this long."""
     receive_high_water: NonNegativeInt = 0
-    """Messages ZMQ may queue per socket; 0: no limit, so that we lose none ourselves."""
+    """Messages ZMQ may queue per socket; 0: no limit. With one we lose batches ourselves when we
+    are slow."""
     max_held_batches: PositiveInt = 20_000
-    """Live batches that may wait for a replay: twice vLLM's default ring."""
+    """Live batches that may wait for a replay, twice vLLM's default ring; more end the wait, and
+    the gap is lost."""
     max_blocks_per_rank: PositiveInt = 2_000_000
-    """Blocks that a rank's tables hold, each counted on every tier; beyond it the oldest leave."""
+    """Blocks that a rank's tables may hold, each counted on every tier; beyond it the oldest leave,
+    and the rank is `degraded` (`bound_hit`)."""
     max_parked_blocks: PositiveInt = 65_536
-    """Blocks per group that may wait for their parent."""
+    """Blocks per KV-cache group that may wait for their parent; the oldest leaves first."""
+    store_only_ttl_s: PositiveFloat = 600.0
+    """How long a block counts that LMCache or Mooncake has stored: they never tell when they drop
+    one. Announced again, it counts anew."""
+    max_store_only_blocks: PositiveInt = 200_000
+    """Such blocks per rank; the oldest leave first."""
     rebuild_interval_s: PositiveFloat = 60.0
     """A degraded rank is replayed from its beginning at once and when orphans first appear, then
     after this long, and twice as long each time it hasn't helped; for as long as the engine still
     buffers the beginning."""
     shared_bind: str | None = None
-    """Port we bind for engines that have a `topic` and no `events`: they connect to it."""
+    """`tcp://*:5557`, bound by us for all instances that have a `topic` and no `events`: they
+    connect to it."""
     discovery_interval_s: PositiveFloat = 10.0
-    """How often an engine is asked whether its streams have changed."""
+    """How often an instance is asked whether its streams have changed."""
     discovery_retry_s: PositiveFloat = 1.0
-    """First pause after an engine didn't answer; doubles up to `discovery_interval_s`."""
+    """First pause after an instance didn't answer; doubles up to `discovery_interval_s`."""
     http_timeout_s: PositiveFloat = 5.0
     """For each call of discovery."""
     size_interval_s: PositiveFloat = 5.0
     """How often the index is measured for metrics."""
     log_interval_s: PositiveFloat = 10.0
-    """At most one line per rank and fault in this time."""
+    """At most one line per rank and fault in this time; metrics count all of them."""
 
     def __post_init__(self) -> None:
-        if self.shared_bind is not None:
-            check_endpoint(self.shared_bind)
+        check_endpoints(shared_bind=self.shared_bind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +120,8 @@ class RankSource:
     """Where the events of one rank come from: everything resolved."""
 
     rank: RankId
-    alias: str
-    """The instance's name in metrics."""
+    alias: str = field(compare=False)
+    """The instance's name in metrics. Another one makes no other stream."""
     model: str
     """Base model."""
     events: str

@@ -5,6 +5,7 @@ A rank that another process writes is left to it until that one is gone.
 
 import asyncio
 from contextlib import closing
+from dataclasses import replace
 
 import structlog
 import zmq.asyncio
@@ -38,7 +39,13 @@ class FollowedRank:
         self._ports = ports
         self._counts = RankCounts()
         self._problem: str | None = None
+        self._is_standing_by = False
         self._writer, self._subscriber = self._begin()
+
+    def rename(self, alias: str) -> None:
+        """Called by this name from now on; what is followed and known stays."""
+        self.source = replace(self.source, alias=alias)
+        self._writer.rename(alias)
 
     async def run(self) -> None:
         """Follow it until cancelled; a bug costs it an epoch, nobody else anything."""
@@ -65,7 +72,7 @@ class FollowedRank:
             self._ports.listening(self.source, self._subscriber),
             asyncio.TaskGroup() as group,
         ):
-            self._problem = None
+            self._problem, self._is_standing_by = None, False
             self._writer.may_resume = may_resume
             keeping = group.create_task(self._writer.keeper.run())
             await self._subscriber.run()
@@ -75,7 +82,8 @@ class FollowedRank:
         """Wait until the rank is free again."""
         journal = self._means.journal
         self._counts.index_faults["taken_over"] += 1
-        self._problem = "another indexer writes this rank: stop one of the two"
+        self._is_standing_by = True
+        self._problem = "standing by: another indexer writes this rank"
         names = {"instance": self.source.alias, "rank": self.source.rank.rank}
         _logger.warning("rank_taken_over", **names)
         while journal is not None:
@@ -100,6 +108,11 @@ class FollowedRank:
         subscriber.on_progress = self._means.on_progress
         return writer, subscriber
 
+    @property
+    def index_problem(self) -> str | None:
+        """Why the index can't be written for this rank."""
+        return self._writer.keeper.problem
+
     def status(self) -> RankStatus:
         writer, subscriber, blocks = self._writer, self._subscriber, self._writer.blocks
         return RankStatus(
@@ -109,10 +122,11 @@ class FollowedRank:
             endpoint=self.source.events,
             replay_endpoint=self.source.replay,
             is_connected=subscriber.is_connected,
-            problem=self._problem,
+            is_standing_by=self._is_standing_by,
+            problem=self._problem or self.index_problem,
             epoch=blocks.epoch,
             epoch_reason=writer.epoch_reason,
-            last_seq=writer.applied_seq,
+            last_seq=writer.indexed_seq,
             trust=writer.trust,
             trust_reason=writer.trust_reason,
             trust_since_s=self._means.clock() - writer.trust_since_s,

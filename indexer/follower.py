@@ -70,16 +70,32 @@ class _Tap:
             self._on_item(effect)
 
 
+class _Announced:
+    """A `ports.Listener` that tells of connections before the subscriber deals with them."""
+
+    def __init__(self, listener: RankSubscriber, on_connection: Callable[[bool], None]) -> None:
+        self._listener = listener
+        self._on_connection = on_connection
+        self.on_live = listener.on_live
+        self.on_rejected = listener.on_rejected
+
+    async def on_connection(self, *, is_up: bool) -> None:
+        self._on_connection(is_up)
+        await self._listener.on_connection(is_up=is_up)
+
+
 async def follow(
     source: RankSource,
     on_item: Callable[[FollowedItem], None],
     *,
     config: IndexerConfig,
+    on_connection: Callable[[bool], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Hand everything `source` publishes to `on_item`, in order, until cancelled.
 
     It begins with what the engine can still replay. What `on_item` raises ends it, in a group.
+    `on_connection` hears whether there is a publisher, whenever that changes.
     """
     with zmq.asyncio.Context() as context:
         subscriber = RankSubscriber(
@@ -92,5 +108,5 @@ async def follow(
         )
         async with asyncio.TaskGroup() as group:
             ports = Ports(config=config, context=context, clock=clock, group=group)
-            async with ports.listening(source, subscriber):
+            async with ports.listening(source, _Announced(subscriber, on_connection)):
                 await subscriber.run()

@@ -4,20 +4,24 @@ Rules:
 
 1. Following the engine never waits for a broken index. What couldn't be written is not queued:
    the rank's own tables have it, and the heartbeat writes all of it anew when the index answers.
-2. At each heartbeat the lease is renewed, and it shows if the index still has what was written.
-3. A full index is given room: the rank's entries, which are out of date, are withdrawn.
-4. Another process that writes this rank is no fault to recover from: `NotOwnerError` goes up.
+2. Batches that come while one is being written are written together, net, as the next update. A
+   rank that is busy pays one round trip for many; `written_seq` tells how far the index is. No
+   more than `_MOST_UNWRITTEN_BYTES` of them wait, so that one update is never a long script.
+3. At each heartbeat the lease is renewed, and it shows if the index still has what was written.
+4. A full index is given room: the rank's entries, which are out of date, are withdrawn.
+5. Another process that writes this rank is no fault to recover from: `NotOwnerError` goes up.
 
 Without a journal (the index in memory) all of it is one call.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 
 import structlog
 
+from indexer.config import RankSource
 from indexer.core.events import EventBatch
 from indexer.core.index import (
     BlockIndex,
@@ -31,15 +35,19 @@ from indexer.core.journal import RankJournal, RankRecord
 from indexer.core.known_batches import payload_digest
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.slices import slices
-from indexer.core.types import RankId, Trust
+from indexer.core.types import Trust
 
 _logger = structlog.get_logger(__name__)
 
 BEFORE_FIRST_SEQ = -1
 _SLICE_BLOCKS = 256
-"""Blocks applied in one piece: 0.3 ms. Only where nothing has to be kept as a whole."""
+"""Blocks applied in one piece: 0.3 ms. Requests are routed in between."""
 _LONG_PAYLOAD_BYTES = 9 * _SLICE_BLOCKS
 """Shorter ones can't name more blocks: a hash takes nine bytes."""
+_MOST_UNWRITTEN_BYTES = 64 * 1024
+"""Of payloads: some 400 blocks, 0.7 ms of a Redis. Twice as many made it 5 % faster."""
+_PART_BLOCKS = 1024
+"""Of a rank that is written anew: 2 ms of a Redis."""
 _LONGEST_PAUSE = 32
 """Heartbeats between attempts at a rewrite that keeps failing."""
 
@@ -59,19 +67,32 @@ class RankKeeper:
         *,
         index: BlockIndex,
         journal: RankJournal | None,
-        rank: RankId,
-        model: str,
+        source: RankSource,
         faults: Counter[str],
+        on_progress: Callable[[], None],
     ) -> None:
         """`faults` counts what went wrong, by kind."""
         self.is_behind = False
         """The index doesn't have what the rank's tables have."""
+        self.problem: str | None = None
+        """Why the index can't be written or renewed, and what to change."""
         self._index = index
         self._journal = journal
-        self._rank = rank
-        self._model = model
+        self._rank = source.rank
+        self._model = source.model
+        self._alias = source.alias
         self._faults = faults
+        self._on_progress = on_progress
+        self.written_seq: int | None = None
+        """Newest batch that the index has, or was tried to be given, in this epoch."""
         self._turn = asyncio.Lock()
+        """Of writing: one update after the other."""
+        self._tables = asyncio.Lock()
+        """Held while the tables may not change."""
+        self._due = asyncio.Event()
+        """Something was taken in that isn't written."""
+        self._unwritten_bytes = 0
+        self._room = asyncio.Event()
         self._trust = Trust.LOAD_ONLY
         self._latest: tuple[RankBlocks, int, int] | None = None
         """Tables, and number and digest of the batch they stand at."""
@@ -99,9 +120,15 @@ class RankKeeper:
             self._fall_behind(error)
             return 0
 
+    @property
+    def has_unwritten(self) -> bool:
+        """The tables have taken in what isn't written yet."""
+        return self._due.is_set() or self._turn.locked()
+
     def resume(self, blocks: RankBlocks, record: RankRecord) -> None:
         """`blocks` are what the record said."""
         self._latest = blocks, record.seq, record.digest
+        self.written_seq = record.seq
         self._trust = record.trust
 
     async def open(self, blocks: RankBlocks) -> None:
@@ -115,41 +142,52 @@ class RankKeeper:
         )
         async with self._turn:
             self._latest = blocks, BEFORE_FIRST_SEQ, 0
-            await self._write(update)
+            self._settle(None)  # what the old epoch left unwritten counts no more
+            if not self.is_behind:
+                await self._attempt(lambda: self._index.apply(update))
 
     async def apply(self, blocks: RankBlocks, seq: int, batch: EventBatch, payload: bytes) -> None:
-        """Have `blocks` take in a batch, and write what that changes."""
+        """Have `blocks` take in a batch. What that changes is written soon, with what follows."""
         if self._journal is None:
-            await self._apply_in_slices(blocks, seq, batch, payload)
+            async for piece in _slices(batch, payload):
+                await self._index.apply(blocks.apply(seq, piece))
+            self.written_seq = seq
             return
-        digest = payload_digest(payload)
-        async with self._turn:
-            update = blocks.apply(seq, batch, digest)
-            self._latest = blocks, seq, digest
-            await self._write(update)
-
-    async def _apply_in_slices(
-        self, blocks: RankBlocks, seq: int, batch: EventBatch, payload: bytes
-    ) -> None:
-        """Let requests be routed between the pieces of a long batch."""
-        if len(payload) < _LONG_PAYLOAD_BYTES:
-            await self._index.apply(blocks.apply(seq, batch))
-            return
-        for piece in slices(batch, _SLICE_BLOCKS):
-            await self._index.apply(blocks.apply(seq, piece))
-            await asyncio.sleep(0)
+        while self._unwritten_bytes > _MOST_UNWRITTEN_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        async with self._tables:
+            async for piece in _slices(batch, payload):
+                blocks.absorb(piece)
+            self._latest = blocks, seq, payload_digest(payload)
+            self._unwritten_bytes += len(payload)
+            self._due.set()
 
     async def set_trust(self, trust: Trust) -> None:
         async with self._turn:
+            await self._write_latest()  # nobody shall believe in what isn't there yet
             self._trust = trust
             if not self.is_behind:
                 await self._attempt(lambda: self._index.set_trust(self._rank, trust))
 
     async def run(self) -> None:
-        """Renew and repair until cancelled."""
-        journal = self._journal
-        if journal is None:
+        """Write, renew and repair until cancelled."""
+        if self._journal is None:
             return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_writing())
+            group.create_task(self._run_beating(self._journal))
+
+    async def _run_writing(self) -> None:
+        while True:
+            await self._due.wait()
+            async with self._turn:
+                await self._write_latest()
+
+    async def _run_beating(self, journal: RankJournal) -> None:
+        # Not all ranks at the same moment: lookups would wait behind hundreds of renewals.
+        share = payload_digest(repr(self._rank).encode()) % 997 / 997
+        await asyncio.sleep(journal.heartbeat_s * share)
         while True:
             await asyncio.sleep(journal.heartbeat_s)
             if not self.is_behind:
@@ -157,17 +195,37 @@ class RankKeeper:
             if self.is_behind:
                 await self._repair(journal)
 
-    async def _write(self, update: RankUpdate) -> None:
+    async def _write_latest(self) -> None:
+        """Write what isn't written. Where that failed before, the tables are all that counts."""
+        if self._latest is None or not self._due.is_set():
+            return
+        blocks, seq, digest = self._latest
+        update = blocks.take(seq, digest)
+        self._due.clear()
+        self._unwritten_bytes = 0
         if not self.is_behind:
             await self._attempt(lambda: self._index.apply(update))
+        self.written_seq = seq
+        self._room.set()
+        self._on_progress()
+
+    def _settle(self, seq: int | None) -> None:
+        """Nothing is left to be written."""
+        self._due.clear()
+        self._unwritten_bytes = 0
+        self.written_seq = seq
+        self._room.set()
+        self._on_progress()
 
     async def _renew(self, journal: RankJournal) -> None:
         async with self._turn:
             try:
                 await journal.renew(self._rank)
-            except IndexUnavailableError:
+                self.problem = None
+            except IndexUnavailableError as error:
                 # It may have kept everything: that shows when it answers again.
                 self._faults["not_renewed"] += 1
+                self.problem = str(error)
             except IndexLostError as error:
                 self._fall_behind(error)
 
@@ -175,28 +233,31 @@ class RankKeeper:
         self._pause -= 1
         if self._pause > 0 or not await self._answers(journal):
             return
-        async with self._turn:
-            if self._latest is None:
-                self.is_behind = False
-                return
-            blocks, seq, digest = self._latest
-            parts = blocks.snapshot(seq, digest)
-            is_written = await self._attempt(
-                lambda: journal.rewrite(self._model, self._trust, parts)
-            )
-        if is_written:
-            self.is_behind = False
-            self._next_pause = 1
-            _logger.info("rank_rewritten", **self._names())
-        else:
+        async with self._turn, self._tables:
+            is_written = await self._write_anew(journal)
+        if not is_written:
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+
+    async def _write_anew(self, journal: RankJournal) -> bool:
+        if self._latest is not None:
+            blocks, seq, digest = self._latest
+            blocks.take(seq, digest)  # the snapshot has it too
+            parts = blocks.snapshot(seq, digest, _PART_BLOCKS)
+            if not await self._attempt(lambda: journal.rewrite(self._model, self._trust, parts)):
+                return False
+            self._settle(seq)
+            self._next_pause = 1
+            _logger.info("rank_rewritten", **self._names())
+        self.is_behind, self.problem = False, None
+        return True
 
     async def _answers(self, journal: RankJournal) -> bool:
         """Ask outside of the rank's turn, so that nobody waits for an index that hangs."""
         try:
             await journal.probe()
-        except IndexUnavailableError:
+        except IndexUnavailableError as error:
+            self.problem = str(error)
             return False
         return True
 
@@ -218,9 +279,20 @@ class RankKeeper:
 
     def _fall_behind(self, error: BlockIndexError) -> None:
         self._faults[_FAULTS[type(error)]] += 1
+        self.problem = str(error)
         if not self.is_behind:
             self.is_behind = True
             _logger.warning("rank_behind", **self._names(), error=str(error))
 
     def _names(self) -> dict[str, str | int]:
-        return {"instance": self._rank.instance, "rank": self._rank.rank}
+        return {"instance": self._alias, "rank": self._rank.rank}
+
+
+async def _slices(batch: EventBatch, payload: bytes) -> AsyncIterator[EventBatch]:
+    """A long batch in pieces, with a turn for others after each."""
+    if len(payload) < _LONG_PAYLOAD_BYTES:
+        yield batch
+        return
+    for piece in slices(batch, _SLICE_BLOCKS):
+        yield piece
+        await asyncio.sleep(0)

@@ -7,7 +7,7 @@ decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `c
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -25,6 +25,7 @@ from indexer.core.journal import RankJournal, RankRecord, Resumption
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_status import RankCounts
 from indexer.core.refusals import has_clear, has_lost_events, refused_reasons
+from indexer.core.store_only import StoreOnlyLimits
 from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.throttle import Throttle
 from indexer.core.types import Trust
@@ -61,7 +62,7 @@ class RankWriter:
         """What an earlier process left may be gone on with."""
         self.epoch_reason = ""
         self.applied_seq: int | None = None
-        """Batch whose changes the index has, in this epoch."""
+        """Batch whose changes the tables have, in this epoch; the index may be told soon."""
         self.lag_s: float | None = None
         self.named_rank: int | None = None
         """Rank that the newest batch names."""
@@ -77,15 +78,24 @@ class RankWriter:
         self.keeper = RankKeeper(
             index=means.index,
             journal=means.journal,
-            rank=source.rank,
-            model=source.model,
+            source=source,
             faults=counts.index_faults,
+            on_progress=means.on_progress,
         )
+
+    @property
+    def indexed_seq(self) -> int | None:
+        """Newest batch that the index has been told of, in this epoch."""
+        return self.keeper.written_seq if self.keeper.has_unwritten else self.applied_seq
 
     @property
     def blocks(self) -> RankBlocks:
         """State of the present epoch."""
         return self._blocks
+
+    def rename(self, alias: str) -> None:
+        """Its instance's name in the log from now on."""
+        self._source = replace(self._source, alias=alias)
 
     async def resume(self) -> Resumption | None:
         """Go on with what an earlier process left of this rank; None: a new epoch has to open."""
@@ -145,11 +155,19 @@ class RankWriter:
         self._blocks.close()
 
     async def set_trust(self, trust: Trust, reason: str) -> None:
+        # Bad news at once; good news when the index has what they speak of.
+        if trust is Trust.EXACT:
+            await self.keeper.set_trust(trust)
+            self._show_trust(trust, reason)
+        else:
+            self._show_trust(trust, reason)
+            await self.keeper.set_trust(trust)
+
+    def _show_trust(self, trust: Trust, reason: str) -> None:
         if trust is not self.trust:
             self.trust_since_s = self._means.clock()
             self._log(_logger.info, "trust_changed", trust=trust.value, reason=reason)
         self.trust, self.trust_reason = trust, reason
-        await self.keeper.set_trust(trust)
 
     def on_effect(self, effect: Effect) -> None:
         """Nothing to do: counted by the subscriber."""
@@ -163,6 +181,10 @@ class RankWriter:
             limits=TableLimits(
                 max_blocks=self._means.config.max_blocks_per_rank,
                 max_parked_blocks=self._means.config.max_parked_blocks,
+                store_only=StoreOnlyLimits(
+                    ttl_s=self._means.config.store_only_ttl_s,
+                    max_blocks=self._means.config.max_store_only_blocks,
+                ),
             ),
             keeps_rows=self._means.journal is not None,
         )

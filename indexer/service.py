@@ -91,6 +91,7 @@ class IndexerService:
         """`journal` is the index too, if what it has outlives this process."""
         self.index_size = IndexSize()
         """As measured last."""
+        self._size_problem: str | None = None
         self._config = config
         self._wanted = {source.instance: source for source in sources}
         self._index = index
@@ -139,8 +140,10 @@ class IndexerService:
         """Bring `index_size` up to date."""
         try:
             self.index_size = await self._index.size()
-        except IndexUnavailableError:
+            self._size_problem = None
+        except IndexUnavailableError as error:
             self.index_size = IndexSize()
+            self._size_problem = str(error)
 
     # What can be seen.
 
@@ -157,6 +160,16 @@ class IndexerService:
             for entry in self._instances.values()
             for followed, _ in entry.ranks.values()
         ]
+
+    @property
+    def index_problem(self) -> str | None:
+        """Why the index can't be read or written now, and what to change."""
+        problems = (
+            followed.index_problem
+            for entry in self._instances.values()
+            for followed, _ in entry.ranks.values()
+        )
+        return next(filter(None, problems), self._size_problem)
 
     def rank_status(self, rank: RankId) -> RankStatus | None:
         """One rank; None while it isn't followed."""
@@ -205,6 +218,7 @@ class IndexerService:
             wanted = self._wanted.get(instance)
             if wanted is not None and wanted.has_streams_of(entry.source):
                 entry.source = wanted  # asked with the new key from now on
+                _rename_ranks(entry)
             else:
                 await _stop(entry.task)
                 for rank in list(entry.ranks):
@@ -277,6 +291,7 @@ class IndexerService:
                     source, means=self._means, context=running.context, ports=running.ports
                 )
                 entry.ranks[rank] = followed, group.create_task(followed.run())
+        _rename_ranks(entry)  # the name may have changed while the engine was asked
         self._progress.ring()
 
     async def _forget(self, entry: _Instance, rank: RankId) -> None:
@@ -287,6 +302,11 @@ class IndexerService:
             # Nobody renews its lease any more, so its entries leave by themselves.
             _logger.warning("rank_not_retired", instance=entry.source.name, error=str(error))
         del entry.ranks[rank]
+
+
+def _rename_ranks(entry: _Instance) -> None:
+    for followed, _ in entry.ranks.values():
+        followed.rename(entry.source.name)
 
 
 async def _stop(task: asyncio.Task[None] | None) -> None:

@@ -29,6 +29,8 @@ class StatusSource(Protocol):
     index_size: IndexSize
 
     @property
+    def index_problem(self) -> str | None: ...
+    @property
     def is_ready(self) -> bool: ...
     def status(self) -> Sequence[RankStatus]: ...
     def instances(self) -> Sequence[InstanceStatus]: ...
@@ -86,7 +88,9 @@ def indexer_status_app(
     @app.get("/ready")
     async def ready(response: Response) -> Mapping[str, str]:
         if source.is_ready:
-            return {"status": "ready"}
+            ranks = source.status()
+            is_spare = bool(ranks) and all(rank.is_standing_by for rank in ranks)
+            return {"status": "standing_by" if is_spare else "ready"}
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return {"status": "searching"}
 
@@ -110,7 +114,7 @@ def render_status(source: StatusSource) -> dict[str, Any]:
         "instances": [msgspec.to_builtins(engine) for engine in source.instances()],
         "ranks": [msgspec.to_builtins(rank, str_keys=True) for rank in source.status()],
         "ports": [msgspec.to_builtins(port) for port in source.ports()],
-        "index": {"entries": size.entries},
+        "index": {"entries": size.entries, "problem": source.index_problem},
     }
 
 
@@ -205,9 +209,17 @@ def _gauges(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
         "kvlb_rank_connected", "1 if the live socket has a peer.", labels=_RANK_LABELS
     )
     trust = GaugeMetricFamily(
-        "kvlb_rank_trust", "1 for the level a rank has.", labels=(*_RANK_LABELS, "trust")
+        "kvlb_rank_trust",
+        "1 for the level of what was last heard of a rank; see kvlb_rank_connected.",
+        labels=(*_RANK_LABELS, "trust"),
+    )
+    standby = GaugeMetricFamily(
+        "kvlb_rank_standby", "1 while another indexer writes this rank.", labels=_RANK_LABELS
     )
     for rank in ranks:
+        standby.add_metric(_labels(rank), rank.is_standing_by)
+        if rank.is_standing_by:
+            continue  # what was known of it is out of date: the other indexer tells
         if rank.lag_s is not None:
             lag.add_metric(_labels(rank), rank.lag_s)
         held.add_metric(_labels(rank), rank.held_blocks)
@@ -215,4 +227,4 @@ def _gauges(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
         connected.add_metric(_labels(rank), rank.is_connected)
         for level in _TRUST_LEVELS:
             trust.add_metric([*_labels(rank), level.value], level is rank.trust)
-    return lag, held, orphans, connected, trust
+    return lag, held, orphans, connected, trust, standby

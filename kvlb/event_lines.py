@@ -50,6 +50,9 @@ EFFECTS: Mapping[type[Effect], str | None] = {
 }
 """What each effect is called on a line; None: its events have lines of their own."""
 
+WORDS = {"waiting": "waiting for a publisher at"}
+"""What people read where the name alone would be too short."""
+
 QUIET_REPLAYS = frozenset({"answered", "empty"})
 """Replays that ended as they should."""
 
@@ -112,7 +115,7 @@ def render_line(line: Line) -> str:
     what = str(line["what"])
     if what in {"stored", "removed", "cleared", "rejected", "dropped"}:
         return f"seq {line['seq']:<6} rank {line['rank']}  {what:<8} {_details(line)}".rstrip()
-    return f"{'---':<10} rank {line['rank']}  {what} {_incident(line)}".rstrip()
+    return f"{'---':<10} rank {line['rank']}  {WORDS.get(what, what)} {_incident(line)}".rstrip()
 
 
 def _details(line: Line) -> str:
@@ -132,7 +135,9 @@ def _incident(line: Line) -> str:
     if "from_seq" in line:
         return f"{line['from_seq']}.."
     return " ".join(
-        str(line[name]) for name in ("endpoint", "trust", "reason", "outcome") if name in line
+        str(line[name])
+        for name in ("endpoint", "hint", "trust", "reason", "outcome")
+        if name in line
     )
 
 

@@ -28,6 +28,14 @@ from kvlb.logs import configure_logs
 UNKNOWN_MODEL = "-"
 """Nothing is indexed, so the engine's model needs not be asked for."""
 
+PATIENCE_S = 1.0
+"""A publisher that is there answers sooner; until then nothing is said."""
+HINT_S = 5.0
+WAITING_HINT = (
+    "still nobody there: is the engine up, was it started with --kv-events-config, "
+    "and can this machine reach that port?"
+)
+
 UNDECODABLE = {"what": "rejected", "reason": "undecodable_batch"}
 
 
@@ -110,6 +118,49 @@ class RankView:
             self._write(line)
 
 
+class ConnectionView:
+    """Says whether a rank's publisher is there; while it isn't, what to check."""
+
+    def __init__(
+        self,
+        source: RankSource,
+        write: Callable[[Line], None],
+        *,
+        patience_s: float = PATIENCE_S,
+        hint_s: float = HINT_S,
+    ) -> None:
+        self._place = {"rank": source.rank.rank, "endpoint": source.events}
+        self._write = write
+        self._patience_s = patience_s
+        self._hint_s = hint_s
+        self._up = asyncio.Event()
+        self._down = asyncio.Event()
+
+    def on_connection(self, is_up: bool) -> None:
+        """Tell of every change."""
+        (self._down if is_up else self._up).clear()
+        (self._up if is_up else self._down).set()
+        self._write({"what": "following" if is_up else "waiting", **self._place})
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        if not await self._is_up_within(self._patience_s):
+            self._write({"what": "waiting", **self._place})
+        while True:
+            if not await self._is_up_within(self._hint_s):
+                self._write({"what": "waiting", **self._place, "hint": WAITING_HINT})
+                await self._up.wait()
+            await self._down.wait()
+
+    async def _is_up_within(self, wait_s: float) -> bool:
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
 def watch(options: EventsOptions) -> None:
     """Print events until the limit, SIGINT or SIGTERM."""
     configure_logs(logging.ERROR)
@@ -143,9 +194,17 @@ async def follow_streams(
     """Write what every source brings, until cancelled."""
     async with asyncio.TaskGroup() as group:
         for source in sources:
-            write({"what": "following", "rank": source.rank.rank, "endpoint": source.events})
             view = RankView(source, start=start, batches=batches, write=write)
-            group.create_task(follow(source, view.show, config=IndexerConfig()))
+            connection = ConnectionView(source, write)
+            group.create_task(connection.run())
+            group.create_task(
+                follow(
+                    source,
+                    view.show,
+                    config=IndexerConfig(),
+                    on_connection=connection.on_connection,
+                )
+            )
 
 
 async def find_streams(options: EventsOptions) -> Sequence[RankSource]:

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvlb.balancer_url import balancer_url
 from kvlb.errors import PeerError, SettingsError
 
 CHAT = "/v1/chat/completions"
@@ -25,7 +26,7 @@ def explain(request: str, *, url: str, path: str | None, as_json: bool) -> None:
     """Print the plan for `request`, given as JSON, as a file or as `-` for standard input."""
     body = _read_request(request)
     chosen_path = path or (CHAT if "messages" in body else COMPLETIONS)
-    plan = _ask(url.rstrip("/"), {"path": chosen_path, "body": body})
+    plan = _ask(balancer_url(url), {"path": chosen_path, "body": body})
     if as_json:
         sys.stdout.write(json.dumps(plan, indent=2) + "\n")
         return

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import structlog
 
-from kvlb.errors import PeerError, SettingsError
+from kvlb.balancer_url import balancer_url
+from kvlb.errors import PeerError
 from kvlb.event_loop import run_command, stop_event
 from kvlb.logs import configure_logs
 from simulator.workload import Conversation, WorkloadShape, conversations
@@ -75,23 +75,13 @@ class LoadCounts:
             await self.changed.wait()
 
 
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number
-        is_address = False
-    if not is_address:
-        raise SettingsError("--url: not a balancer's address; write http://host:port")
-
-
 class _TurnFailedError(Exception):
     """A turn brought no answer; the text says why."""
 
 
 def load(options: LoadOptions) -> None:
     """Send traffic until SIGINT, SIGTERM or `options.requests`."""
-    _check_url(options.url)
+    balancer_url(options.url)
     configure_logs()
     counts = run_command(send_load(options))
     if not counts.answered and counts.failed:

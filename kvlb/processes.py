@@ -8,6 +8,7 @@ from rich.console import Console
 
 from kvlb.event_loop import run_command, spare_startup_objects, stop_event
 from kvlb.logs import configure_logs
+from kvlb.reload import surviving_hangup
 from kvlb.running import ConfigFile, run_balancer, run_indexer
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
 
@@ -25,7 +26,7 @@ def balancer(overrides: Overrides, *, config: Path | None) -> None:
 
 
 async def _indexer(overrides: Overrides, config: Path | None) -> None:
-    with stop_event() as stop:
+    with stop_event() as stop, surviving_hangup(config):
         settings = load_fleet(config, overrides, os.environ)
         await run_indexer(
             settings,
@@ -36,7 +37,7 @@ async def _indexer(overrides: Overrides, config: Path | None) -> None:
 
 
 async def _balancer(overrides: Overrides, config: Path | None) -> None:
-    with stop_event() as stop:
+    with stop_event() as stop, surviving_hangup(config):
         settings = load_fleet(config, overrides, os.environ)
 
         def listening(url: str) -> None:

@@ -7,6 +7,9 @@ Rules:
    line that names the key, and the old one stays.
 3. Keys that can't change while the process runs are named, and keep their values until a restart.
 
+4. SIGHUP never ends the process: without a file, or before it is watched, a log line says that there
+   is nothing to reload.
+
 Cost: one `stat` per `poll_s`.
 """
 
@@ -58,7 +61,7 @@ class Reloader:
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        with self._on_hangup():
+        with _hangup_calls(self._asked.set):
             while True:
                 reason = await self._changed()
                 try:
@@ -105,14 +108,30 @@ class Reloader:
         keys = changed_keys(before, now)
         return [key for key in keys if key.partition(".")[0] not in self._ignored]
 
-    @contextmanager
-    def _on_hangup(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, self._asked.set)
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGHUP)
+
+@contextmanager
+def surviving_hangup(file: Path | None) -> Iterator[None]:
+    """SIGHUP doesn't end the process while the block runs, which is what it does by default.
+
+    For the time in which no `Reloader` watches: all of it without a file.
+    """
+    hint = "start it with --config FILE" if file is None else "the file is read at start anyway"
+
+    def say() -> None:
+        _logger.warning("nothing_to_reload", reason="sighup", hint=hint)
+
+    with _hangup_calls(say):
+        yield
+
+
+@contextmanager
+def _hangup_calls(action: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _fingerprint(path: Path) -> Print | None:

@@ -22,7 +22,7 @@ from balancer.config import BalancerConfig, check_config
 from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
-from indexer.core.endpoints import EndpointError, bindable, check_endpoint, offset_port
+from indexer.core.endpoints import EndpointError, bindable, check_endpoints, offset_port
 from indexer.redis_index.settings import RedisSettings
 from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.instance_option import parse_instance
@@ -38,26 +38,29 @@ REDIS_PASSWORD = "KVLB_REDIS_PASSWORD"  # noqa: S105 - the variable's name
 class InstanceEntry(InstanceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: what the balancer needs of it and where its events are.
 
-    `events` and `replay` are only needed for engines without `/kv_event_sources` (before 0.31)
-    or whose ports are mapped.
+    Engines from 0.31 on tell themselves where their events are found (`/kv_event_sources`). `events`,
+    `replay`, `direction` and `topic` are for older ones, and for ports that are mapped on the way:
+    what is given here is used instead of the engine's answer.
     """
 
     events: str | None = None
-    """Endpoint of `--kv-events-config`; rank r is found at its port + r."""
+    """`endpoint` of its `--kv-events-config`: `tcp://host:5557` or `ipc:///path`. For `*` the
+    instance's host is dialled; rank r is found at the port + r. Default: asked of the engine."""
     replay: str | None = None
-    """Replay endpoint, likewise."""
+    """`replay_endpoint` of its `--kv-events-config`, likewise. Without one a gap can't be
+    repaired. Default: asked of the engine."""
     direction: Direction = "connect"
-    """`bind`: the engine connects to `events`, which we bind."""
+    """`bind`: the engine connects to `events`, which we bind. It is so where the engine's own
+    `endpoint` has neither `*` nor `::`."""
     topic: str | None = None
-    """With `bind`: tells this engine's messages from others on the same port."""
+    """With `bind`: tells the messages of this instance from others on the same port. Where we
+    connect, the connection says whose they are. Default: the engine's own."""
     model: str | None = None
-    """Base model; default: the first that the engine's `/v1/models` lists."""
+    """Base model under which its blocks are kept. Default: first of `/v1/models`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for endpoint in (self.events, self.replay):
-            if endpoint is not None:
-                check_endpoint(endpoint)
+        check_endpoints(events=self.events, replay=self.replay)
 
 
 class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,10 +6,10 @@ from rich.console import Console
 
 from kvlb.errors import SettingsError
 from kvlb.event_loop import run_command, stop_event
-from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
+from kvlb.simulated import instance_option, parse_fleet, simulated_fleet, tells_its_sources
 from simulator.core.errors import SettingsError as SimulatorSettingsError
 from simulator.core.settings import EngineSettings
-from simulator.service import RunningFleet
+from simulator.service import RunningEngine, RunningFleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,32 @@ class SimulationOptions:
     inter_token_ms: float
     drop_every: int
     host: str = "127.0.0.1"
+    ranks: int = EngineSettings().dp_size
+    block_size: int = EngineSettings().block_size
+    cache_blocks: int = EngineSettings().num_blocks
+    release: str = EngineSettings().version
+    adapters: tuple[str, ...] = ()
+    connector: str | None = None
+    """Also of mixed engines; the others have one anyway."""
+
+    def engine(self) -> EngineSettings:
+        """What every engine is started with. Raises SettingsError."""
+        names = (EngineSettings().model, *self.adapters)
+        if len(set(names)) < len(names) or "" in names:
+            raise SettingsError(f"--adapter: each needs a name of its own; {names[0]} is the model")
+        try:
+            return EngineSettings(
+                prefill_tokens_per_s=self.prefill_tokens_per_s,
+                inter_token_ms=self.inter_token_ms,
+                dp_size=self.ranks,
+                block_size=self.block_size,
+                num_blocks=self.cache_blocks,
+                version=self.release,
+                adapters=self.adapters,
+                kv_connector="nixl" if self.connector else None,
+            )
+        except SimulatorSettingsError as error:
+            raise SettingsError(str(error)) from error
 
 
 def simulate(fleet: str, options: SimulationOptions) -> None:
@@ -30,24 +56,18 @@ def simulate(fleet: str, options: SimulationOptions) -> None:
 
 async def _simulate(text: str, options: SimulationOptions) -> None:
     spec = parse_fleet(text)
-    try:
-        settings = EngineSettings(
-            prefill_tokens_per_s=options.prefill_tokens_per_s,
-            inter_token_ms=options.inter_token_ms,
-        )
-    except SimulatorSettingsError as error:
-        raise SettingsError(str(error)) from error
+    settings = options.engine()
     with stop_event() as stopped:
         async with simulated_fleet(
             spec, settings, host=options.host, base_port=options.base_port
         ) as fleet:
             for engine in fleet.engines:
                 engine.drop_live_batches(options.drop_every or None)
-            _show(fleet)
+            _show(fleet, options.connector)
             await stopped.wait()
 
 
-def _show(fleet: RunningFleet) -> None:
+def _show(fleet: RunningFleet, connector: str | None) -> None:
     console = Console(soft_wrap=True, highlight=False)
     columns = ("engine", "role", "address", "events", "replay")
     rows = [
@@ -56,6 +76,14 @@ def _show(fleet: RunningFleet) -> None:
     ]
     for row in (columns, *rows):
         console.print("{:<7} {:<8} {:<23} {:<22} {}".format(*row), markup=False)
-    instances = " ".join(f"--instance {instance_option(engine)}" for engine in fleet.engines)
+    options = (instance_option(engine, connector) for engine in fleet.engines)
+    instances = " ".join(f"--instance {option}" for option in options)
     console.print("\nBalance over them:", f"kvlb up {instances}", sep="\n")
-    console.print("\nWatch one's cache:", f"kvlb events {fleet.engines[0].url}", sep="\n")
+    console.print("\nWatch one's cache:", f"kvlb events {_watched(fleet.engines[0])}", sep="\n")
+
+
+def _watched(engine: RunningEngine) -> str:
+    """How `kvlb events` finds the first rank of `engine`."""
+    if tells_its_sources(engine):
+        return engine.url
+    return f"{engine.events_endpoint} --replay {engine.replay_endpoint}"

@@ -9,8 +9,8 @@ from simulator.core.errors import SettingsError as SimulatorSettingsError
 from simulator.core.settings import EngineSettings
 from simulator.service import FleetSpec, RunningEngine, RunningFleet, running_fleet
 
-PORTS_PER_ENGINE = 3
-"""HTTP, events, replay."""
+FIRST_RELEASE_WITH_SOURCES = (0, 31, 0)
+"""`/kv_event_sources` tells an engine's event sockets and ranks since then."""
 
 
 def parse_fleet(text: str) -> FleetSpec:
@@ -28,7 +28,9 @@ async def simulated_fleet(
     """Run simulated engines in this process until the block ends."""
     if not _is_free(host, 0):
         raise SettingsError(f"{host!r} is no IPv4 address of this machine; give one with --host")
-    for port in range(base_port, base_port + PORTS_PER_ENGINE * len(spec.roles)):
+    # HTTP, and for each rank events, replay and side channel.
+    ports_per_engine = 1 + 3 * settings.dp_size
+    for port in range(base_port, base_port + ports_per_engine * len(spec.roles)):
         if base_port and not _is_free(host, port):
             raise SettingsError(
                 f"can't listen on {host}, port {port}; choose another --base-port, "
@@ -49,7 +51,23 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def instance_option(engine: RunningEngine) -> str:
-    """The `--instance` value that reaches `engine`; its events are found by asking it."""
-    role = "" if engine.role == "mixed" else f",role={engine.role}"
-    return f"{engine.url}{role},alias={engine.name}"
+def instance_option(engine: RunningEngine, connector: str | None = None) -> str:
+    """The `--instance` value that reaches `engine`; its events are found by asking it if it tells.
+
+    `connector` is named where it isn't the default.
+    """
+    parts = [engine.url]
+    if engine.role != "mixed":
+        parts.append(f"role={engine.role}")
+    elif connector is not None:
+        parts.append(f"connector={connector}")
+    if not tells_its_sources(engine):
+        parts += [f"events={engine.events_endpoint}", f"replay={engine.replay_endpoint}"]
+        if engine.settings.dp_size > 1:
+            parts.append(f"ranks={engine.settings.dp_size}")
+    return ",".join((*parts, f"alias={engine.name}"))
+
+
+def tells_its_sources(engine: RunningEngine) -> bool:
+    """An older one has to be described."""
+    return engine.settings.release >= FIRST_RELEASE_WITH_SOURCES

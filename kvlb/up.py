@@ -12,6 +12,7 @@ from rich.console import Console
 from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.event_loop import run_command, spare_startup_objects, stop_event
 from kvlb.logs import configure_logs
+from kvlb.reload import surviving_hangup
 from kvlb.running import ConfigFile, RunningKvlb, run_kvlb
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
@@ -31,6 +32,7 @@ async def _up(overrides: Overrides, config: Path | None, simulate: str | None) -
     started_s = time.monotonic()
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stop_event())
+        stack.enter_context(surviving_hangup(config))
         model = UNKNOWN_MODEL
         if simulate is not None:
             engines = EngineSettings()

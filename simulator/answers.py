@@ -291,7 +291,9 @@ def render_usage(
     completion_tokens = sum(len(choice.token_ids) for choice in choices)
     cached_tokens = choices[-1].cached_tokens
     details: dict[str, Any] | None = {"cached_tokens": cached_tokens}
-    if settings.release < _FIRST_RELEASE_WITH_CREATED_TOKENS:
+    if not settings.prompt_tokens_details:
+        details = None
+    elif settings.release < _FIRST_RELEASE_WITH_CREATED_TOKENS:
         # Seen in 0.16: nothing cached is no object at all, not a zero.
         details = details if cached_tokens else None
     elif is_chat and details is not None:

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from simulator.bodies import DetokenizeBody, TokenizeBody, decode_body
 from simulator.core import tokenizer
 from simulator.core.errors import RequestRefusedError
+from simulator.core.event_faults import EventFaults
 from simulator.engine import ReceivedRequest, SimulatedEngine
 from simulator.exchange import ClientGoneError, Exchange, Receive, Scope, Send, render_error
 from simulator.exposition import render_metrics, render_state
@@ -43,7 +45,13 @@ class EngineApplication:
             "/load": {"GET": self._report_load},
             "/metrics": {"GET": self._report_metrics},
             "/simulator/state": {"GET": self._report_state},
+            "/simulator/faults": {"GET": self._report_faults, "POST": self._set_faults},
             "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
+            "/sleep": {"POST": self._sleep},
+            "/wake_up": {"POST": self._wake_up},
+            "/is_sleeping": {"GET": self._report_sleep},
+            "/v1/load_lora_adapter": {"POST": self._load_adapter},
+            "/v1/unload_lora_adapter": {"POST": self._unload_adapter},
         }
         if engine.settings.release >= _FIRST_RELEASE_WITH_SOURCES:
             self._routes["/kv_event_sources"] = {"GET": self._report_sources}
@@ -98,8 +106,8 @@ class EngineApplication:
                 settings.model, settings.model, parent=None, context=settings.context_tokens
             ),
             *(
-                self._render_card(name, f"/adapters/{name}", parent=settings.model, context=None)
-                for name in settings.adapters
+                self._render_card(name, adapter.path, parent=settings.model, context=None)
+                for name, adapter in self._engine.adapters.items()
             ),
         ]
         await exchange.send_json({"object": "list", "data": cards})
@@ -153,7 +161,8 @@ class EngineApplication:
         await exchange.send_json({"prompt": tokenizer.decode(body.tokens)})
 
     async def _report_health(self, exchange: Exchange) -> None:
-        await exchange.send(b"", content_type="")
+        status = 503 if self._engine.is_draining else 200
+        await exchange.send(b"", content_type="", status=status)
 
     async def _report_version(self, exchange: Exchange) -> None:
         await exchange.send_json({"version": self._engine.settings.version})
@@ -172,8 +181,60 @@ class EngineApplication:
         await exchange.send_json(self._sources)
 
     async def _reset_prefix_cache(self, exchange: Exchange) -> None:
-        results = [rank.core.reset_prefix_cache() for rank in self._engine.ranks]
-        await exchange.send_json({"success": all(results)})
+        await exchange.send_json({"success": self._engine.reset_prefix_cache()})
+
+    async def _sleep(self, exchange: Exchange) -> None:
+        self._engine.sleep()
+        await exchange.send(b"", content_type="")
+
+    async def _wake_up(self, exchange: Exchange) -> None:
+        self._engine.wake_up()
+        await exchange.send(b"", content_type="")
+
+    async def _report_sleep(self, exchange: Exchange) -> None:
+        await exchange.send_json({"is_sleeping": self._engine.is_asleep})
+
+    async def _load_adapter(self, exchange: Exchange) -> None:
+        body = _decode_plain(exchange.body, _LoadAdapter)
+        if body.lora_name in self._engine.adapters and not body.load_inplace:
+            raise RequestRefusedError(
+                f"The lora adapter '{body.lora_name}' has already been loaded."
+            )
+        self._engine.load_adapter(body.lora_name, body.lora_path)
+        await exchange.send(b"Success", content_type="text/plain")
+
+    async def _unload_adapter(self, exchange: Exchange) -> None:
+        self._engine.unload_adapter(_decode_plain(exchange.body, _UnloadAdapter).lora_name)
+        await exchange.send(b"Success", content_type="text/plain")
+
+    async def _report_faults(self, exchange: Exchange) -> None:
+        faults = self._engine.ranks[0].publisher.faults
+        await exchange.send_json(msgspec.to_builtins(faults))
+
+    async def _set_faults(self, exchange: Exchange) -> None:
+        self._engine.set_event_faults(_decode_plain(exchange.body, EventFaults))
+        await self._report_faults(exchange)
+
+
+class _LoadAdapter(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class _UnloadAdapter(msgspec.Struct):
+    lora_name: str
+
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+def _decode_plain(body: bytes, type_: type[_Struct]) -> _Struct:
+    """Read a body that isn't one of the OpenAI API's. Raises RequestRefusedError."""
+    try:
+        return msgspec.json.decode(body, type=type_)
+    except msgspec.DecodeError as error:
+        raise RequestRefusedError(str(error)) from error
 
 
 async def _refuse_route(exchange: Exchange, status: int) -> None:

@@ -9,6 +9,7 @@ import zmq.asyncio
 
 from simulator.core.engine import EngineCore
 from simulator.core.errors import OverloadedError, RequestRefusedError, UnknownModelError
+from simulator.core.event_faults import EventFaults
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import SideChannel, TransferDirectory
 from simulator.core.types import RemotePrefill
@@ -17,7 +18,8 @@ from simulator.rank import EngineRank
 
 _FIRST_RELEASE_WITH_FIXED_SEED = (0, 29, 0)
 _FIRST_RELEASE_TELLING_PEERS = (0, 21, 0)
-_SIDE_CHANNEL_PORT = 5600
+_FIRST_RELEASE_HASHING_ADAPTER_NAMES = (0, 11, 1)
+_FIRST_RELEASE_HASHING_ADAPTER_PATHS = (0, 31, 0)
 _REMEMBERED_REQUESTS = 256
 
 
@@ -32,6 +34,11 @@ class Surroundings:
     wall_clock: Callable[[], float]
     randomness: random.Random
 
+    @property
+    def dialable_host(self) -> str:
+        """A host to show: "every interface" is no address to connect to."""
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host  # noqa: S104 - recognised
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedRequest:
@@ -43,18 +50,35 @@ class ReceivedRequest:
     body: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """LoRA weights that are loaded."""
+
+    id: int
+    path: str
+
+
 class SimulatedEngine:
     """The state behind one HTTP port."""
 
-    def __init__(self, settings: EngineSettings, surroundings: Surroundings) -> None:
+    def __init__(
+        self, settings: EngineSettings, surroundings: Surroundings, *, side_channel_port: int
+    ) -> None:
         self.settings = settings
         self.wall_clock = surroundings.wall_clock
         self.clock = surroundings.clock
         self.received: deque[ReceivedRequest] = deque(maxlen=_REMEMBERED_REQUESTS)
         self.rejected_requests = 0
+        self.is_draining = False
+        """/health says 503; requests are served as ever."""
         self._directory = surroundings.directory
         self._random = surroundings.randomness
         self._engine_ids: list[str] = []
+        self._next_adapter_id = 1
+        self.adapters: dict[str, Adapter] = {}
+        for name in settings.adapters:
+            self.load_adapter(name, f"/adapters/{name}")
+        self._side_channel_port = side_channel_port
         self.ranks = [self._create_rank(rank, surroundings) for rank in range(settings.dp_size)]
 
     def _create_rank(self, rank: int, surroundings: Surroundings) -> EngineRank:
@@ -65,34 +89,90 @@ class SimulatedEngine:
             settings,
             none_hash=self._none_hash(),
             channel=SideChannel(
-                engine_id=engine_id, host=surroundings.host, port=_SIDE_CHANNEL_PORT + rank
+                engine_id=engine_id,
+                host=settings.side_channel_host or surroundings.dialable_host,
+                port=self._side_channel_port + rank,
             ),
             directory=surroundings.directory,
         )
-        surroundings.directory.enter(engine_id, core.reservations)
+        if settings.side_channel_host in {None, surroundings.dialable_host}:
+            surroundings.directory.enter(engine_id, core.reservations)
         publisher = EventPublisher(
             settings, rank=rank, context=surroundings.context, wall_clock=surroundings.wall_clock
         )
         return EngineRank(core, publisher, surroundings.clock)
 
     def _none_hash(self) -> bytes:
-        """The parent of every first block: random per process up to 0.28 unless fixed."""
+        """The parent of every first block: random per process up to 0.28 and with xxhash, unless fixed."""
         if self.settings.hash_seed is not None:
             return self.settings.hash_seed.encode()
-        if self.settings.release >= _FIRST_RELEASE_WITH_FIXED_SEED:
+        is_fixed = self.settings.release >= _FIRST_RELEASE_WITH_FIXED_SEED
+        if is_fixed and self.settings.hash_algorithm == "sha256":
             return b"vllm-none-hash"
         return self.random_hex(32).encode()
 
     def random_hex(self, digits: int) -> str:
         return f"{self._random.getrandbits(4 * digits):0{digits}x}"
 
+    def set_event_faults(self, faults: EventFaults) -> None:
+        """What goes wrong with the events of every rank from now on."""
+        for rank in self.ranks:
+            rank.publisher.faults = faults
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every rank's cache unless it is in use; told with the next step."""
+        results = [rank.core.reset_prefix_cache() for rank in self.ranks]
+        return all(results)
+
+    def sleep(self) -> None:
+        """Compute nothing until woken, and forget what is cached: a GPU given away."""
+        self.reset_prefix_cache()
+        for rank in self.ranks:
+            rank.is_asleep = True
+
+    def wake_up(self) -> None:
+        for rank in self.ranks:
+            rank.is_asleep = False
+
+    @property
+    def is_asleep(self) -> bool:
+        return any(rank.is_asleep for rank in self.ranks)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load weights under a name. Ids rise; in place of loaded ones they keep theirs."""
+        known = self.adapters.get(name)
+        if known is None:
+            known = Adapter(self._next_adapter_id, path)
+            self._next_adapter_id += 1
+        self.adapters[name] = Adapter(known.id, path)
+
+    def hashed_of_adapter(self, name: str | None) -> str | None:
+        """What block hashes know of an adapter beside its name.
+
+        Its path from 0.31 on, its id up to 0.11.0, nothing in between.
+        """
+        adapter = None if name is None else self.adapters.get(name)
+        if adapter is None:
+            return None
+        release = self.settings.release
+        if release >= _FIRST_RELEASE_HASHING_ADAPTER_PATHS:
+            return adapter.path
+        return str(adapter.id) if release < _FIRST_RELEASE_HASHING_ADAPTER_NAMES else None
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget the name. What its requests left in the cache stays there."""
+        if self.adapters.pop(name, None) is None:
+            raise UnknownModelError(
+                f"The lora adapter '{name}' cannot be found.", param="lora_name"
+            )
+
     def find_adapter(self, model: str | None) -> tuple[str, str | None, int | None]:
         """Return the served name, the adapter and its id for a requested model."""
         settings = self.settings
         if not model or model == settings.model:
             return settings.model, None, None
-        if model in settings.adapters:
-            return model, model, settings.adapters.index(model) + 1
+        if model in self.adapters:
+            return model, model, self.adapters[model].id
         raise UnknownModelError(f"The model `{model}` does not exist.", param="model")
 
     def pick_rank(self, header: str | None) -> EngineRank:

@@ -185,11 +185,13 @@ def _render_cache_config(settings: EngineSettings) -> Metric:
     labels = {
         "block_size": str(settings.block_size),
         "cache_dtype": "auto",
-        "enable_prefix_caching": "True",
+        "enable_prefix_caching": str(settings.prefix_caching),
         "engine": "0",
         "hash_block_size": "None",
+        "kv_offloading_backend": "native",
+        "kv_offloading_size": "4.0" if settings.kv_offloading else "None",
         "num_gpu_blocks": str(settings.num_blocks * settings.dp_size),
-        "prefix_caching_hash_algo": "sha256",
+        "prefix_caching_hash_algo": settings.hash_algorithm,
     }
     family = GaugeMetricFamily(
         "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=list(labels)

@@ -22,6 +22,12 @@ from simulator.prompts import Prompt, read_chat_prompt, read_completion_prompts
 from simulator.rank import EngineRank, OutputStream
 from simulator.text_output import TextOutput
 
+LOAD_FAILED = (
+    "Internal server error: the engine that prefilled this prompt is not in this process. Simulated "
+    "engines hand blocks over only inside one `kvlb simulate`; there, it was restarted meanwhile"
+)
+"""The only failure that a simulated request meets. A real engine says no more than the first words."""
+
 
 async def complete(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer a completion request."""
@@ -139,6 +145,7 @@ def _create_request(
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         lora_name=adapter[0],
         lora_id=adapter[1],
+        lora_hashed=engine.hashed_of_adapter(adapter[0]),
         cache_salt=body.cache_salt,
         session_id=session_id,
         reads_cache=_reads_cache(body),
@@ -195,7 +202,7 @@ class Generation:
         while self._open:
             choice = await self._next_choice()
             if choice.finish_reason == "error":
-                raise GenerationFailedError("Internal server error")
+                raise GenerationFailedError(LOAD_FAILED)
         await self._exchange.send_json(self._answer.render_whole(self._choices))
 
     async def _run_stream(self) -> None:
@@ -213,7 +220,7 @@ class Generation:
         while self._open:
             choice = await self._next_choice()
             if choice.finish_reason == "error":
-                failure = GenerationFailedError("Internal server error")
+                failure = GenerationFailedError(LOAD_FAILED)
                 await self._exchange.send_event(self._answer.render_failure(failure))
                 return False
             is_final = choice.finish_reason is not None

@@ -14,22 +14,22 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 _BACKLOG = 4096
-_KEEP_ALIVE_S = 5
-"""`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`."""
 _SHUTDOWN_S = 2.0
 
 
 class HttpServer:
     """One listening socket."""
 
-    def __init__(self, application: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, application: Callable[..., Coroutine[Any, Any, None]], *, keep_alive_s: int
+    ) -> None:
         self._config = Config(
             application,
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=keep_alive_s,
             server_header=False,
         )
         self._state = ServerState()

@@ -12,9 +12,10 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from simulator.core.event_faults import EventFaults, FaultyWire, affects
 from simulator.core.settings import EngineSettings
-from simulator.core.types import KvEvent
-from simulator.core.wire import EventEncoder
+from simulator.core.types import AllBlocksCleared, KvEvent
+from simulator.core.wire import EventEncoder, Oddities
 
 _logger = structlog.get_logger(__name__)
 
@@ -52,31 +53,63 @@ class EventPublisher:
         large = settings.release >= _FIRST_RELEASE_WITH_LARGE_QUEUE
         queue = 2 * (settings.buffer_steps + 1) if large else _OLD_QUEUE_MESSAGES
         self._replay.set(zmq.SNDHWM, queue)
-        self.drop_every: int | None = None
-        """Withhold every k-th batch from live subscribers; replay still has it."""
-        self.dropped_batches = 0
+        self._wire = FaultyWire()
+
+    @property
+    def faults(self) -> EventFaults:
+        """What goes wrong from the next batch on."""
+        return self._wire.faults
+
+    @faults.setter
+    def faults(self, faults: EventFaults) -> None:
+        self._wire.faults = faults
+
+    @property
+    def dropped_batches(self) -> int:
+        """Batches withheld from live subscribers."""
+        return self._wire.dropped_batches
 
     @property
     def last_seq(self) -> int:
         """The newest number used, -1 before the first."""
         return self._next_seq - 1
 
-    async def bind(self, host: str, events_port: int, replay_port: int | None) -> None:
-        """Listen; after a stop the system may need a moment to give the ports back."""
-        await _bind(self._live, f"tcp://{host}:{events_port}")
-        if replay_port is not None:
-            await _bind(self._replay, f"tcp://{host}:{replay_port}")
+    async def listen(self, host: str, port: int) -> None:
+        """Let subscribers connect; after a stop the system may need a moment to give ports back."""
+        await _bind(self._live, f"tcp://{host}:{port}")
+
+    def dial(self, host: str, port: int) -> None:
+        """Connect to a subscriber, as vLLM does where its endpoint names no wildcard."""
+        self._live.connect(f"tcp://{host}:{port}")
+
+    async def offer_replay(self, host: str, port: int) -> None:
+        """Listen for replay requests."""
+        await _bind(self._replay, f"tcp://{host}:{port}")
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Send one batch."""
-        payload = self._encoder.encode_batch(events, unix_s=self._wall_clock(), rank=self._rank)
-        seq = self._next_seq.to_bytes(8, "big")
+        wire, faults, number = self._wire, self._wire.faults, self._next_seq
+        if faults.hides_clears:
+            events = [event for event in events if not isinstance(event, AllBlocksCleared)]
+        if faults.is_silent or not events:
+            return
+        payload = self._encoder.encode_batch(
+            events,
+            unix_s=self._wall_clock(),
+            rank=self._rank,
+            oddities=Oddities(
+                has_bad_event=affects(faults.bad_event_every, number),
+                has_contradictions=affects(faults.contradiction_every, number),
+                mixes_hash_forms=faults.mixes_hash_forms,
+                copies_medium=faults.copies_medium,
+            ),
+        )
+        seq = number.to_bytes(8, "big")
         self._next_seq += 1
-        if self.drop_every is not None and self._next_seq % self.drop_every == 0:
-            self.dropped_batches += 1
-        else:
-            self._live.send_multipart([self._topic, seq, payload], zmq.NOBLOCK)
-        self._ring.append((seq, payload))
+        for frames in wire.live(self._topic, seq, payload):
+            self._live.send_multipart(frames, zmq.NOBLOCK)
+        if wire.is_kept(seq):
+            self._ring.append((seq, payload))
 
     async def run_replay(self) -> None:
         """Answer replay requests until cancelled."""
@@ -90,14 +123,14 @@ class EventPublisher:
 
     async def _answer(self, identity: bytes, first_seq: int) -> None:
         has_topic = self._settings.release >= _FIRST_RELEASE_WITH_TOPIC
-        for seq, payload in list(self._ring):
-            if int.from_bytes(seq, "big") >= first_seq:
-                head = [identity, b"", self._topic] if has_topic else [identity, b""]
-                await self._replay.send_multipart([*head, seq, payload])
-                # Send returns without waiting as long as the queue has room.
-                await asyncio.sleep(0)
-        head = [identity, b"", b""] if has_topic else [identity, b""]
-        await self._replay.send_multipart([*head, _END_MARKER, b""])
+        await asyncio.sleep(self._wire.faults.replay_delay_s)
+        wanted = [batch for batch in self._ring if int.from_bytes(batch[0], "big") >= first_seq]
+        for batch in self._wire.replayed(wanted):
+            topic = b"" if batch is None else self._topic
+            head = [identity, b"", topic] if has_topic else [identity, b""]
+            await self._replay.send_multipart([*head, *(batch or (_END_MARKER, b""))])
+            # Send returns without waiting as long as the queue has room.
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         """Free the ports; what wasn't sent is lost, as with a killed process."""

@@ -51,6 +51,17 @@ class EngineRank:
         self._clock = clock
         self._accepted: dict[str, _Accepted] = {}
         self._woken = asyncio.Event()
+        self._is_asleep = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Computes nothing; requests wait."""
+        return self._is_asleep
+
+    @is_asleep.setter
+    def is_asleep(self, is_asleep: bool) -> None:
+        self._is_asleep = is_asleep
+        self._woken.set()
 
     @property
     def in_flight(self) -> int:
@@ -75,7 +86,7 @@ class EngineRank:
         step_s = self._clock()
         while True:
             self._woken.clear()
-            if not self.core.has_work:
+            if self._is_asleep or not self.core.has_work:
                 await self._woken.wait()
                 continue
             now_s = self._clock()

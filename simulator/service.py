@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from simulator.application import EngineApplication
 from simulator.core.errors import SettingsError
+from simulator.core.event_faults import EventFaults
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import TransferDirectory
 from simulator.engine import SimulatedEngine, Surroundings
@@ -57,11 +58,12 @@ class FleetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ports:
-    """The ports of one engine, kept over restarts; a rank adds its number to the last two."""
+    """The ports of one engine, kept over restarts; a rank adds its number to all but the first."""
 
     http: int
     events: int
     replay: int
+    side_channel: int
 
 
 class RunningEngine:
@@ -82,22 +84,23 @@ class RunningEngine:
         self._surroundings = surroundings
         self._engine: SimulatedEngine | None = None
         self._server: HttpServer | None = None
+        self._side_channels: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
-        return f"http://{_dialable(self._surroundings.host)}:{self._ports.http}"
+        return f"http://{self._surroundings.dialable_host}:{self._ports.http}"
 
     @property
     def events_endpoint(self) -> str:
         """Where subscribers of rank 0 connect; rank r is r ports further."""
-        return f"tcp://{_dialable(self._surroundings.host)}:{self._ports.events}"
+        return f"tcp://{self._surroundings.dialable_host}:{self._ports.events}"
 
     @property
     def replay_endpoint(self) -> str | None:
         if not self.settings.replay:
             return None
-        return f"tcp://{_dialable(self._surroundings.host)}:{self._ports.replay}"
+        return f"tcp://{self._surroundings.dialable_host}:{self._replay_port}"
 
     @property
     def is_running(self) -> bool:
@@ -112,22 +115,31 @@ class RunningEngine:
 
     def drop_live_batches(self, every: int | None) -> None:
         """Withhold every k-th event batch from live subscribers until the engine restarts."""
-        for rank in self.engine.ranks:
-            rank.publisher.drop_every = every
+        self.set_event_faults(EventFaults(drop_every=every))
+
+    def set_event_faults(self, faults: EventFaults) -> None:
+        """What goes wrong with its events from now on, until the engine restarts."""
+        self.engine.set_event_faults(faults)
 
     async def start(self, group: asyncio.TaskGroup) -> None:
         """Begin a new life: empty caches, sequence numbers from 0, the same ports."""
         listener = _listen(self._surroundings.host, self._ports.http)
-        engine = SimulatedEngine(self.settings, self._surroundings)
-        server = HttpServer(EngineApplication(engine, self._render_sources()))
+        engine = SimulatedEngine(
+            self.settings, self._surroundings, side_channel_port=self._ports.side_channel
+        )
+        application = EngineApplication(engine, self._render_sources())
+        server = HttpServer(application, keep_alive_s=self.settings.keep_alive_s)
         try:
+            if self.settings.kv_connector:
+                self._listen_for_peers()
             if self.settings.events:
-                await self._bind_publishers(engine)
+                await self._open_publishers(engine)
             await server.start(listener)
         except BaseException:
             # An open ZMQ socket would keep the whole process from ending.
             engine.close()
             listener.close()
+            self._close_side_channels()
             raise
         for rank in engine.ranks:
             self._tasks.append(group.create_task(rank.run()))
@@ -144,14 +156,40 @@ class RunningEngine:
             task.cancel()
         await asyncio.wait(tasks)
         self._engine.close()
+        self._close_side_channels()
         self._engine = self._server = None
 
-    async def _bind_publishers(self, engine: SimulatedEngine) -> None:
+    def _listen_for_peers(self) -> None:
+        """Accept connections to the side channels; blocks go another way here."""
+        for rank in range(self.settings.dp_size):
+            channel = _listen(self._surroundings.host, self._ports.side_channel + rank)
+            channel.listen()
+            self._side_channels.append(channel)
+
+    def _close_side_channels(self) -> None:
+        for channel in self._side_channels:
+            channel.close()
+        self._side_channels.clear()
+
+    async def _open_publishers(self, engine: SimulatedEngine) -> None:
+        taken: set[int] = set()
         for index, rank in enumerate(engine.ranks):
-            replay_port = self._ports.replay + index if self.settings.replay else None
-            await rank.publisher.bind(
-                self._surroundings.host, self._ports.events + index, replay_port
-            )
+            events_port = self._ports.events + index
+            replay_port = self._replay_port + index if self.settings.replay else None
+            if not taken.isdisjoint({events_port, replay_port}):
+                continue
+            taken.update({events_port} if replay_port is None else {events_port, replay_port})
+            if self.settings.events_host == "*":
+                await rank.publisher.listen(self._surroundings.host, events_port)
+            else:
+                rank.publisher.dial(self.settings.events_host, events_port)
+            if replay_port is not None:
+                await rank.publisher.offer_replay(self._surroundings.host, replay_port)
+
+    @property
+    def _replay_port(self) -> int:
+        distance = self.settings.replay_distance
+        return self._ports.replay if distance is None else self._ports.events + distance
 
     def _render_sources(self) -> dict[str, dict[str, object]]:
         """What /kv_event_sources says: wildcards for the sockets we listen on, as vLLM does."""
@@ -161,9 +199,9 @@ class RunningEngine:
             str(rank): {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": f"tcp://*:{self._ports.events + rank}",
+                "endpoint": f"tcp://{self.settings.events_host}:{self._ports.events + rank}",
                 "replay_endpoint": (
-                    f"tcp://*:{self._ports.replay + rank}" if self.settings.replay else None
+                    f"tcp://*:{self._replay_port + rank}" if self.settings.replay else None
                 ),
                 "buffer_steps": self.settings.buffer_steps,
                 "hwm": 100_000,
@@ -189,9 +227,10 @@ class RunningFleet:
         """Start a stopped engine on its old ports."""
         await engine.start(self._group)
 
-    async def restart(self, engine: RunningEngine) -> None:
-        """Kill and start one engine: the same address, a new life."""
+    async def restart(self, engine: RunningEngine, settings: EngineSettings | None = None) -> None:
+        """Kill and start one engine: the same address, a new life; `settings` may name another model."""
         await engine.stop()
+        engine.settings = settings or engine.settings
         await engine.start(self._group)
 
 
@@ -236,7 +275,7 @@ def _create_engines(
 ) -> tuple[RunningEngine, ...]:
     # One stretch for the whole fleet, so that no two of its engines can pick the same port.
     first_port = base_port or _find_free_ports(
-        surroundings, len(spec.roles) * (1 + 2 * settings.dp_size)
+        surroundings, len(spec.roles) * (1 + 3 * settings.dp_size)
     )
     numbers = dict.fromkeys(_ROLES.values(), 0)
     engines = []
@@ -249,10 +288,15 @@ def _create_engines(
 
 
 def _choose_ports(settings: EngineSettings, base_port: int, index: int, engines: int) -> _Ports:
-    """Count up from the base port: HTTP first, then events, then replay."""
+    """Count up from the base port: HTTP first, then events, replay, side channels."""
     ranks = settings.dp_size
     events = base_port + engines + index * ranks
-    return _Ports(http=base_port + index, events=events, replay=events + engines * ranks)
+    return _Ports(
+        http=base_port + index,
+        events=events,
+        replay=events + engines * ranks,
+        side_channel=events + 2 * engines * ranks,
+    )
 
 
 def _find_free_ports(surroundings: Surroundings, count: int) -> int:
@@ -275,14 +319,11 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _dialable(host: str) -> str:
-    """A host to show: "every interface" is no address to connect to."""
-    return "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104 - recognised, not bound
-
-
 def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it; asyncio doesn't set it on those of a listener like this one.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     try:
         listener.bind((host, port))

@@ -50,7 +50,8 @@ class RedisServer:
 
     def start(self, *options: str) -> None:
         """Start it and wait until it answers. Without persistence it is empty."""
-        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        named = os.environ.get("KVLB_TEST_REDIS")
+        program = named or shutil.which("redis-server") or shutil.which("valkey-server")
         assert program, "install redis-server (Debian: apt-get install redis-server)"
         command = [program, "--port", "0", "--unixsocket", str(self.socket), "--save", ""]
         folder = ["--dir", str(self.folder), "--logfile", str(self.folder / "log")]

@@ -13,6 +13,7 @@ SHIPPED = [path for package in PACKAGES for path in sorted((ROOT / package).rglo
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BANNED_FILES = {"utils.py", "util.py", "common.py", "base.py", "helpers.py", "misc.py"}
 BANNED_CLASS = re.compile(r"^class \w*(Manager|Helper|Util|Utils)\b", re.MULTILINE)
+ANCHOR = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)#([^)\s]+)\)")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 
 
@@ -37,6 +38,24 @@ def test_links_of_documents_lead_somewhere(path: Path) -> None:
     missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
 
     assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_anchors_of_links_lead_somewhere(path: Path) -> None:
+    """A link into a document names one of its headings."""
+    missing = [
+        f"{name}#{anchor}"
+        for name, anchor in ANCHOR.findall(path.read_text())
+        if anchor not in anchors(path.parent / name if name else path)
+    ]
+
+    assert missing == []
+
+
+def anchors(path: Path) -> set[str]:
+    """Headings as GitHub spells them in an address."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
 def test_glossary_names_existing_modules() -> None:

@@ -7,11 +7,13 @@ Rules:
 3. Overlap is what events say; predicted overlap adds what is on its way there without a gap. A
    rank that isn't trusted (`load_only`) holds nothing. Several prompts add up. A failed lookup
    costs the overlap; that the rank has events at all stays known.
-4. The engine computes the last prompt token in any case: overlap is at most tokens - 1.
+4. What lies on slower tiers is held, and has to be loaded: a weight per tier says what it is worth.
+5. The engine computes the last prompt token in any case: overlap is at most tokens - 1.
 
 Cost: per rank one load and a binary search of predicted blocks.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +25,7 @@ from balancer.core.model_lookup import unknown_model
 from balancer.core.plan import Candidate
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from indexer.core.index import PrefixMatch, Prompt
-from indexer.core.types import BlockKey, RankId, Trust
+from indexer.core.types import BlockKey, RankId, Tier, Trust
 
 USUAL_BLOCK_SIZE = 16
 """Until some rank's events name another."""
@@ -45,6 +47,8 @@ class PromptMatches:
     """Last block size seen in each rank's events."""
     trusts: Mapping[RankId, Trust] = field(default_factory=dict)
     """Last known trust of each rank, for a lookup that got no answer."""
+    tier_weights: Mapping[Tier, float] = field(default_factory=dict)
+    """What a held token is worth by its tier; 1 where nothing is said."""
 
     def block_size(self, rank: RankId) -> int:
         """The rank's, else any in the fleet, else the usual one."""
@@ -61,6 +65,7 @@ class PromptMatches:
     def candidate(self, rank: RankId, instance: Instance, ledger: LoadLedger) -> Candidate:
         """`rank` with what it holds of the prompts."""
         overlap_tokens = predicted_tokens = 0
+        by_tier: Mapping[Tier, int] = {}
         # A rank that an answer leaves out has no events; a missing answer says nothing of it.
         silent = Trust.LOAD_ONLY
         trust = silent if self.by_rank else self.trusts.get(rank, silent)
@@ -70,6 +75,8 @@ class PromptMatches:
             held_tokens = 0
             if match is not None and match.trust is not Trust.LOAD_ONLY:
                 trust, held_tokens = match.trust, match.tokens
+                more = match.tokens_by_tier
+                by_tier = Counter(by_tier) + Counter(more) if by_tier else more
             overlap_tokens += held_tokens
             predicted_tokens += _with_predicted(prompt, rank, size, held_tokens, ledger)
         return Candidate(
@@ -77,9 +84,15 @@ class PromptMatches:
             instance=instance,
             overlap_tokens=overlap_tokens,
             predicted_tokens=predicted_tokens,
+            tokens_by_tier=by_tier,
+            loading_tokens=self._loading_tokens(by_tier),
             trust=trust,
             block_size=self.block_sizes.get(rank),
         )
+
+    def _loading_tokens(self, by_tier: Mapping[Tier, int]) -> float:
+        weights = self.tier_weights
+        return sum((1 - weights.get(tier, 1.0)) * tokens for tier, tokens in by_tier.items())
 
 
 def _with_predicted(

@@ -15,6 +15,8 @@ from indexer.core.addresses import parse_instance_id
 from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId
 
+HostName = Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[a-z0-9._-]+$")]
+"""In lower case, without a port."""
 Alias = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:\[\]-]+$")]
 
 
@@ -22,25 +24,35 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """One engine address, as the operator describes it."""
 
     url: str
+    """Scheme, host and port of the engine: `http://10.0.0.1:8000`, `http://[fd00::1]:8000`. No
+    path."""
     alias: Alias | None = None
-    """Shown to clients and in metrics instead of the address; default: host and port."""
+    """Name shown to clients (`x-kvlb-instance`) and in metrics instead of the address: up to 64
+    letters, digits and `.` `_` `-` `:` `[` `]`. Default: role and number: `p0`, `d0`, `m0`."""
     role: Role = Role.MIXED
+    """`prefill` fills caches only, `decode` answers clients, `mixed` does both."""
     connector: str | None = None
-    """PD connector; default: `nixl` for prefill and decode instances, `none` for mixed ones."""
+    """How the KV cache is handed from one leg to the other (docs/connectors.md). Default: `nixl`
+    for prefill and decode, `none` for mixed."""
     ranks: PositiveInt | None = None
-    """Data-parallel ranks behind this address; default: what the engine's `/kv_event_sources`
-    lists (vLLM 0.31 and later), else 1."""
+    """Data-parallel ranks behind this address. Default: what the engine's `/kv_event_sources`
+    lists (0.31 and later), else 1."""
     rank_base: NonNegativeInt = 0
-    """Global number of its first rank, where the engine isn't asked or doesn't say."""
+    """Global number of its first rank, where several addresses share one data-parallel group and
+    the engine doesn't list its ranks."""
     api_key: Secret | None = None
     """The engine's `--api-key`."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds it."""
+    """Environment variable that holds it."""
     enabled: bool = True
-    """False: known and probed, but gets no requests."""
+    """`false`: watched, but gets no requests."""
 
     def __post_init__(self) -> None:
-        parse_instance_id(self.url)
+        """Raise ValueError for an address that can't be used."""
+        try:
+            parse_instance_id(self.url)
+        except ValueError as error:
+            raise ValueError(f"url: {error}") from error
 
     @property
     def id(self) -> InstanceId:
@@ -80,42 +92,71 @@ def name_instances(instances: Iterable[InstanceSettings]) -> tuple[InstanceSetti
 
 
 class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How instances are watched."""
+    """Who is healthy.
+
+    Every instance is asked for `/health` and `/v1/models`, in development mode for `/is_sleeping`
+    too: an engine that sleeps gets nothing. A refused connection counts at once, 503 on `/health`
+    means draining: no new requests, running ones finish. Nothing bans an instance for good.
+    """
 
     interval_s: PositiveFloat = 2.0
+    """Pause between probes of one instance; adapters loaded at run time show within it."""
     timeout_s: PositiveFloat = 5.0
-    """An engine that reads a long prompt answers its probes late."""
+    """For one probe: an engine that reads a long prompt answers late."""
     unhealthy_after: PositiveInt = 3
     """Bad probes, or failed legs, in a row."""
     healthy_after: PositiveInt = 1
+    """Good probes in a row after a failure."""
     """Good probes in a row."""
 
 
 class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the tokens of text and chat come from."""
+    """Where tokens come from.
+
+    Token-id prompts are used as they are. For text and chats the model's own tokenizer is the
+    quickest and exact; without one the engines' `/tokenize` is asked. Whatever fails here costs a
+    request its overlap, never its answer.
+    """
 
     models: dict[str, str] = {}
-    """Base model -> directory with its tokenizer.json and chat template."""
+    """Base model → directory with its `tokenizer.json`, `tokenizer_config.json` and, if it has
+    one, `chat_template.jinja`."""
     deadline_s: PositiveFloat = 0.1
-    """After that a request is routed by load alone."""
+    """After this the request is routed by load. The prompt is still remembered, so its repeat is
+    scored."""
     workers: PositiveInt = 2
     """Threads that tokenise."""
     cache_bytes: NonNegativeInt = 64 * 1024 * 1024
+    """Memory for the tokens of known prompts: 4 bytes a token."""
     engine_fallback: bool = True
-    """Ask an engine's /tokenize where there is no local tokenizer."""
+    """Ask an engine's `/tokenize` where there is no local tokenizer."""
     engine_concurrency: PositiveInt = 32
-    """Calls to /tokenize under way at once; what comes on top is routed by load."""
+    """Such calls under way at once; what comes on top is routed by load."""
     breaker_failures: PositiveInt = 3
-    """Failed calls in a row after which an instance's /tokenize is left alone."""
+    """Failed calls in a row after which an instance's `/tokenize` is left alone."""
     breaker_cool_down_s: PositiveFloat = 5.0
+    """For how long, until one trial."""
     max_prompts: PositiveInt = 64
-    """A request with more prompts is routed by load."""
+    """A request with more prompts is routed by load (`too_many_prompts`)."""
     max_prompt_tokens: PositiveInt = 1_000_000
+    """So is one with more tokens over all its prompts, or with a prompt over the model's
+    `max_model_len` (`too_long`)."""
     """So is one with more tokens over all its prompts."""
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may see /status and /explain from elsewhere than this machine."""
+    """Who may look.
+
+    `/status`, `/explain` and `/explain/recent` tell addresses and what others asked. They are open to
+    clients on this machine; to others only with the header `X-API-Key`. A client behind a proxy on
+    this machine (`X-Forwarded-For`) counts as another machine's; so does one that asked for another
+    name than `localhost` or a loopback address: it may be a web page whose name was made to mean
+    127.0.0.1 (DNS rebinding).
+    """
 
     api_key: Secret | None = None
+    """Without one nobody else may look."""
     api_key_env: str | None = None
+    """Environment variable that holds it."""
+    local_hosts: tuple[HostName, ...] = ()
+    """Further names of this machine, under which its own clients may look without the key."""

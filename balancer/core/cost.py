@@ -2,13 +2,14 @@
 
 One continuous formula, every term in seconds and named in the plan (docs/routing.md):
 
-    cost = queue + fixed + work + delay + stall + in_flight + recent
+    cost = queue + fixed + work + delay + stall + loading + in_flight + recent
 
     queue     prefill work sent there before, not yet done
     fixed     what a first token costs however short the prompt is
     work      w = uncached tokens * seconds per token
     delay     w * X: what this work costs requests that arrive later; X is observed per rank
     stall     what this work costs the requests that decode there
+    loading   bringing to the GPU what lies on slower tiers: (1 - weight) of computing it
     in_flight what running decodes and this one's own steps add to the whole answer
     recent    breaks near-ties: what the rank computed lately, beside the others
 
@@ -109,13 +110,17 @@ def _here(shape: RequestShape, loaded: LoadedCandidate) -> dict[str, float]:
     share = min(MAX_SHARE, load.work_share)
     price = WORK_PRICE + load.arrivals_per_s * (queue_s + fixed_s + work_s) / (1 - share)
     stall = STALL_ON_DECODE if candidate.instance.role is Role.DECODE else STALL
-    return {
+    terms = {
         "queue": queue_s,
         "fixed": fixed_s,
         "work": work_s,
         "delay": work_s * price,
         "stall": stall * load.decoding * work_s,
     }
+    if candidate.loading_tokens:
+        # It takes no compute: nobody behind or beside it waits for that.
+        terms["loading"] = load.rates.prefill_s_per_token * candidate.loading_tokens
+    return terms
 
 
 def _elsewhere(shape: RequestShape, loaded: LoadedCandidate, remote_s: float) -> dict[str, float]:

@@ -8,20 +8,25 @@ from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits and switches of the proxied paths. There is no total limit on purpose."""
+    """Limits of proxied requests.
+
+    There is no limit on the whole of an answer, on purpose: agent turns may take an hour.
+    """
 
     connect_timeout_s: PositiveFloat = 5.0
+    """For the connection to an engine."""
     first_byte_timeout_s: PositiveFloat = 600.0
-    """From the request to the first byte of the answer's body: queue and prefill are in it."""
+    """From the request to the first byte of its answer; queue and prefill are in it."""
     idle_timeout_s: PositiveFloat = 120.0
     """Longest silence between two pieces of an answer."""
     keep_alive_s: PositiveFloat = 4.0
-    """Idle connections are dropped after this; keep it below the engines' own (vLLM: 5 s)."""
+    """Idle connections to engines are dropped after this; keep it below the engines' own (vLLM: 5
+    s)."""
     max_body_bytes: PositiveInt = 64 * 1024 * 1024
     """A larger request body is refused with 413."""
     usage_inject: bool = True
     """Ask engines for the usage of streams, so that delivered cached tokens are known."""
     headers: Literal["full", "id", "off"] = "full"
-    """Which `x-kvlb-*` headers answers carry; `id` leaves only the request id."""
+    """`x-kvlb-*` headers on answers: all of them, the request id only, or none."""
     retries: NonNegativeInt = 1
     """Further instances tried while no byte has gone to the client."""

@@ -52,6 +52,7 @@ def render_choice(choice: Choice) -> Mapping[str, Any]:
         "rank": candidate.rank.rank,
         "overlap_tokens": candidate.overlap_tokens,
         "predicted_tokens": candidate.predicted_tokens,
+        "tokens_by_tier": {tier.value: each for tier, each in candidate.tokens_by_tier.items()},
         "trust": candidate.trust.value,
         "block_size": candidate.block_size,
         "cost": _number(choice.cost_s),

@@ -4,6 +4,7 @@ JSON is read for its `model` alone, a form (audio uploads) is searched for that 
 being taken apart. A body that can't be understood is the engine's to refuse.
 """
 
+import json
 import re
 from typing import Any
 
@@ -25,7 +26,17 @@ def named_model(content_type: bytes, body: bytes) -> Any:
     if not kind.startswith(b"application/json"):
         return None
     try:
-        name = msgspec.json.decode(body, type=_Named).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        read = _read_json(body)
+    except (ValueError, RecursionError):
         return None
+    if not isinstance(read, _Named | dict):
+        return None
+    name = read.get("model") if isinstance(read, dict) else read.model
     return "" if name is None else name
+
+
+def _read_json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body, type=_Named)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(body)  # as engines do: it takes a byte order mark

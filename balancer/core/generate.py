@@ -22,7 +22,8 @@ def read_generate(
     endpoint: Endpoint, raw: bytes, fleet: Fleet, *, request_id: str, headers: Headers = ()
 ) -> GenerateRequest:
     """Understand `raw`. Raises RequestError or NoInstanceError."""
-    body = decode_body(raw)
+    decoded = decode_body(raw)
+    body = decoded.value
     check_generate_body(endpoint, body)
     clean = without_forbidden(body)
     meant = find_model(fleet, clean.get("model"))
@@ -35,4 +36,5 @@ def read_generate(
         model=meant.model,
         base_model=meant.base_model,
         lora=meant.lora,
+        is_unicode=decoded.is_unicode,
     )

@@ -10,6 +10,7 @@ Cost: a few dictionary operations per rank and lookup.
 """
 
 from collections.abc import Mapping, Set
+from typing import Any
 
 from indexer.core.index import PrefixMatch
 from indexer.core.types import RankId, Trust
@@ -42,3 +43,14 @@ class KnownRanks:
             del self._epochs[rank], self.trusts[rank]
             self.block_sizes.pop(rank, None)
         return restarted
+
+    def facts(self) -> Mapping[RankId, Mapping[str, Any]]:
+        """What to show of each rank where no indexer can be asked: JSON values."""
+        return {
+            rank: {
+                "trust": self.trusts[rank].value,
+                "epoch": epoch,
+                "block_size": self.block_sizes.get(rank),
+            }
+            for rank, epoch in self._epochs.items()
+        }

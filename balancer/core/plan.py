@@ -10,7 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from balancer.core.fleet import Instance
-from indexer.core.types import RankId, Trust
+from indexer.core.types import RankId, Tier, Trust
 
 
 class Reason(StrEnum):
@@ -45,6 +45,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Leading prompt tokens held by events, at most n - 1."""
     predicted_tokens: int = 0
     """Leading prompt tokens held or on their way (blocks of prompts already routed there)."""
+    tokens_by_tier: Mapping[Tier, int] = msgspec.field(default_factory=dict)
+    """Where the held ones lie."""
+    loading_tokens: float = 0.0
+    """Tokens that could be computed in the time that loading from slower tiers takes."""
     trust: Trust = Trust.LOAD_ONLY
     block_size: int | None = None
 

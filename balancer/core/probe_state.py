@@ -4,8 +4,8 @@ Rules:
 
 1. The first good probe makes an instance healthy at once; after a failure it takes
    `healthy_after` good ones in a row. Nothing bans an instance for good.
-2. `unhealthy_after` bad probes in a row make it unhealthy, a refused connection or a refused
-   key does at once.
+2. `unhealthy_after` bad probes in a row make it unhealthy; a refused connection, a refused key
+   or an engine that says it sleeps does at once: a sleeping engine has no cache and answers nobody.
 3. Legs only ever take trust away: a refused connection at once, other failures after
    `unhealthy_after` in a row. Only a leg that worked clears that suspicion: an engine may pass
    every probe and fail every request. Once it is unhealthy, a good probe gives it another try.
@@ -19,7 +19,8 @@ from typing import assert_never
 
 from indexer.core.model_cards import ServedModels
 
-AT_ONCE = frozenset({"engine_unreachable", "connect_timeout", "unauthorized"})
+SLEEPING = "sleeping"
+AT_ONCE = frozenset({"engine_unreachable", "connect_timeout", "unauthorized", SLEEPING})
 """Reasons that need no second opinion."""
 
 

@@ -32,6 +32,8 @@ class Unscorable(StrEnum):
     """Not what an engine accepts as ids; it will answer 400."""
     BAD_PROMPT = "bad_prompt"
     """Missing, empty or of a wrong type; the engine will answer 400."""
+    NOT_UNICODE = "not_unicode"
+    """A lone surrogate: no tokenizer of ours takes it, and it can't be hashed."""
     PROMPT_EMBEDS = "prompt_embeds"
     MULTIMODAL = "multimodal"
     TRUNCATED = "truncated"
@@ -109,6 +111,8 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinkin
 def shape_prompt(request: GenerateRequest) -> PromptShape:
     """Read the prompt-shaping fields of `request`. Raises UnscorableError."""
     body = request.body
+    if not request.is_unicode:
+        raise UnscorableError(Unscorable.NOT_UNICODE)
     if request.endpoint is Endpoint.CHAT:
         return _chat(body)
     return _completion(body)

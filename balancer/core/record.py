@@ -24,6 +24,15 @@ class LegRecord:
     status: int | None = None
     error: str | None = None
     """Code of the error that ended it."""
+    rank: int | None = None
+    held_tokens: int | None = None
+    """What of the overlap events vouch for; the rest is believed to be on its way."""
+    block_size: int | None = None
+    trust: str | None = None
+    """Of the rank's entries in the index, at routing time."""
+    outcome: str | None = None
+    """How the engine's figure compares with the index's: `exact`, `over`, `under`, or why it can't
+    be compared; None if nobody compared."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     """As the engine reported it; None: unknown, which is not 0."""

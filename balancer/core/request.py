@@ -32,6 +32,8 @@ class GenerateRequest:
     base_model: str
     lora: str | None
     """The adapter's name if `model` is one."""
+    is_unicode: bool = True
+    """False: some string of `body` holds a lone surrogate. Only the engine can say what then."""
 
     @property
     def stream(self) -> bool:

@@ -10,11 +10,17 @@ Rules:
    after the first brace; only present ones cost an encoding.
 4. Only types that every engine refuses are refused here, each by its name; values are the
    engine's business.
+5. What engines read as JSON is read here: they use Python's own parser, which takes a byte order
+   mark, UTF-16 and 32, `NaN` and lone surrogates. Only a re-encoded body shows that we differ: it
+   is UTF-8, and `NaN` and infinity are null in it.
 
-Cost: one decode per request; a splice is one copy of the body.
+Cost: one decode per request, two for a body that isn't strict JSON in UTF-8; a splice is one copy
+of the body.
 """
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,20 +34,54 @@ _REPORT_MODE = "kv_cache_report_mode"
 _SPLICE = b'{"stream_options":{"include_usage":true},'
 
 
-def decode_body(raw: bytes) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedBody:
+    """A JSON object."""
+
+    value: dict[str, Any]
+    is_unicode: bool = True
+    """False: some string holds a lone surrogate, which UTF-8 can't write and no tokenizer reads."""
+
+
+def decode_body(raw: bytes) -> DecodedBody:
     """Decode a JSON object. Raises BadRequestError that never quotes the body."""
+    is_unicode = True
     try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is not valid JSON: {error}") from error
+        try:
+            body = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            body = json.loads(raw)
+            is_unicode = _is_unicode(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {_reason(error)}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    return body
+    return DecodedBody(value=body, is_unicode=is_unicode)
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
     """Write a body that had to change."""
-    return msgspec.json.encode(body)
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError:
+        return json.dumps(body).encode()
+
+
+def _is_unicode(body: Any) -> bool:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reason(error: Exception) -> str:
+    """Where it ends to be JSON, never what stands there."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not {error.encoding} at byte {error.start}"
+    return type(error).__name__
 
 
 def check_generate_body(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
@@ -96,7 +136,7 @@ def splice_usage(body: Mapping[str, Any], raw: bytes) -> bytes:
 
     `raw` is the encoding of `body`, which holds at least `stream`.
     """
-    if "stream_options" in body:
+    if "stream_options" in body or not json.detect_encoding(raw).startswith("utf-8"):
         return encode_body(with_usage(body))
     brace = raw.index(b"{")
     return raw[:brace] + _SPLICE + raw[brace + 1 :]

@@ -3,39 +3,54 @@
 `balancer.config` composes both under the keys `routing` and `pd`.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
+from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt, Share
+from indexer.core.types import Tier
 
 PolicyName = Literal["kvlb", "round_robin", "least_loaded", "prefix_overlap", "session"]
 
 
 class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How candidates are found and weighed."""
+    """Who gets a request."""
 
     policy: PolicyName = "kvlb"
+    """`kvlb` takes the least estimated time; the others are there to compare with
+    (docs/routing.md)."""
     lookup_timeout_s: PositiveFloat = 0.02
-    """Longest wait for the index; past it the request is routed by load."""
+    """Longest wait for the index; then the request is routed by load."""
     confirm_s: PositiveFloat = 2.0
     """How long after its first token a routed prompt counts as held until events confirm it."""
     predicted_ttl_s: PositiveFloat = 30.0
     """The same on a rank without events, where nothing ever confirms it."""
     max_predicted_blocks: PositiveInt = 100_000
     """Predicted blocks kept per rank; about what a GPU holds."""
+    cpu_weight: Share = 0.9
+    """What a token held in CPU memory is worth beside one held on the GPU: 1 would say that loading
+    it is free, 0 that it costs as much as computing it anew."""
+    storage_weight: Share = 0.6
+    """The same for a token on disk, or in a store behind a network."""
     session_header: str = "x-session-id"
     """Request header that names a session, for the policy `session`."""
     max_requests_per_rank: NonNegativeInt = 0
     """Legs in flight at which a rank gets no more; 0: no limit."""
+    """Legs in flight at which a rank gets no more; 0: no limit."""
+
+    def tier_weights(self) -> Mapping[Tier, float]:
+        """Worth of a held token by where it lies."""
+        return {Tier.GPU: 1.0, Tier.CPU: self.cpu_weight, Tier.STORAGE: self.storage_weight}
 
 
 class PdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a request to a `decode` instance is prefilled elsewhere first."""
+    """Prefill elsewhere, or where the request decodes."""
 
     local_prefill_max_tokens: NonNegativeInt = 256
-    """Up to so many uncached tokens the decode instance prefills itself."""
+    """Up to so many uncached tokens the decode instance computes itself."""
     force: Literal["auto", "local", "remote"] = "auto"
+    """`local` or `remote` decide for every request."""
     allow_local_on_failure: bool = False
     """May a decode instance prefill a long prompt because every prefill instance failed or is
     down? Long prefills stall what it decodes, so this has to be asked for."""

@@ -4,7 +4,8 @@ Rules:
 
 1. A key that no struct has is refused with its full path and the nearest key that exists.
 2. A value of the wrong type or out of range is refused with its full path; infinity and NaN are
-   out of every range, and of a choice the valid ones are listed.
+   out of every range, and of a choice the valid ones are listed. A struct's own check says
+   `field: what is wrong` in its ValueError.
 3. Nothing is guessed: no key is ignored, renamed or completed.
 
 Cost: one walk over the data before msgspec decodes it; done once at start or reload.
@@ -94,6 +95,9 @@ def _explain(message: str, where: str) -> str:
     what = found["what"] if found else message
     path = (found["path"] or "") if found else ""
     key = _join(where, path.removeprefix("key in ").removeprefix("$").removeprefix("."))
+    # A struct's own check is told with the path of the struct, and begins with the field's name.
+    if named := re.fullmatch(r"(?P<field>[a-z_]+): (?P<what>.*)", what, re.DOTALL):
+        key, what = _join(key, named["field"]), named["what"]
     return f"`{key}`: {what}" if key else what
 
 

@@ -7,11 +7,11 @@ Rules:
    whose parent's row is missing is never taken for the beginning of a prompt.
 3. Rows change with the batch that changes them: the newest state of each, told once.
 
-Cost: 2 µs per row; nothing where no backend keeps them.
+Cost: 0.3 µs per plain row, 1.5 µs per other; nothing where no backend keeps them.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -37,6 +37,21 @@ class GroupRows(msgspec.Struct, frozen=True, gc=False):
     group: int
     written: Sequence[BlockRow]
     gone: Sequence[EngineHash]
+    plain: Sequence[int] = ()
+    """More that are written: engine hash, key and parent of blocks that hang under a block and
+    have one copy, on the fastest tier. Nearly all are such, and three numbers are quickly made."""
+
+    def rows(self) -> Iterator[BlockRow]:
+        """All that are written."""
+        yield from self.written
+        numbers = iter(self.plain)
+        for engine_hash, key, parent in zip(numbers, numbers, numbers, strict=True):
+            yield plain_row(EngineHash(engine_hash), BlockKey(key), BlockKey(parent))
+
+
+def plain_row(engine_hash: EngineHash, key: BlockKey, parent: BlockKey) -> BlockRow:
+    """The row that these three numbers stand for."""
+    return BlockRow(engine_hash, key, parent, is_first=False, copies=(1, 0, 0))
 
 
 class RankFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -48,3 +63,34 @@ class RankFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Groups whose block size a GPU event has told."""
     orphans: int = 0
     """Blocks that wait for their parent: they are not kept."""
+    adapters: tuple[tuple[int, int], ...] = ()
+    """Root key and present id of each adapter."""
+    store_only: tuple[tuple[int, int], ...] = ()
+    """Groups and tiers, by number, in which copies leave by age only."""
+
+
+class RowSource(Protocol):
+    """A group that can tell its rows."""
+
+    def plain_rows(
+        self, hashes: Iterable[EngineHash]
+    ) -> tuple[list[int], list[EngineHash], Iterable[EngineHash]]:
+        """What `GroupRows.plain` has, hashes that are gone, and those `row` has to be asked for."""
+        ...
+
+    def row(self, engine_hash: EngineHash) -> BlockRow | None:
+        """None: nothing is left of it."""
+        ...
+
+
+def rows_of(number: int, group: RowSource, hashes: Iterable[EngineHash]) -> GroupRows:
+    """The newest rows of these hashes."""
+    written: list[BlockRow] = []
+    plain, gone, rest = group.plain_rows(hashes)
+    for engine_hash in rest:
+        row = group.row(engine_hash)
+        if row is None:
+            gone.append(engine_hash)
+        else:
+            written.append(row)
+    return GroupRows(number, written, gone, plain)

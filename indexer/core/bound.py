@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from indexer.core import store_only
 from indexer.core.events import EventBatch
+from indexer.core.store_only import StoreOnlyLimits
 from indexer.core.types import EngineHash, Tier
 
 _MOST_SPARE = 1024
@@ -32,6 +34,7 @@ class TableLimits:
     """Hashes, each counted on every tier."""
     max_parked_blocks: int = 65_536
     """Blocks per group that wait for their parent."""
+    store_only: StoreOnlyLimits = store_only.USUAL_LIMITS
 
 
 USUAL_LIMITS: Final = TableLimits()

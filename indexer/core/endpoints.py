@@ -8,12 +8,14 @@ Rules (vLLM's own):
 3. A host that stands for "every interface" is replaced by the host the instance is known under.
 """
 
+import re
 from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 _TCP = "tcp://"
 _IPC = "ipc://"
+_HOST = re.compile(r"\[[^\s\[\]/@]+\]|[^\s\[\]/@]+")
 _EVERY_INTERFACE = frozenset(("*", "0.0.0.0", "[::]", "::"))  # noqa: S104 - recognised, not bound
 
 
@@ -25,15 +27,25 @@ def check_endpoint(endpoint: str) -> str:
     """Return `endpoint` if it is `tcp://host:port` or `ipc://path`, else raise EndpointError."""
     if endpoint.startswith(_IPC) and len(endpoint) > len(_IPC):
         return endpoint
-    _split_tcp(endpoint)
+    split_endpoint(endpoint)
     return endpoint
+
+
+def check_endpoints(**endpoints: str | None) -> None:
+    """Check those that are given; the error begins with the name of the one at fault."""
+    for name, endpoint in endpoints.items():
+        if endpoint is not None:
+            try:
+                check_endpoint(endpoint)
+            except EndpointError as error:
+                raise EndpointError(f"{name}: {error}") from error
 
 
 def offset_port(endpoint: str, rank: int) -> str:
     """Endpoint of `rank`, given the one that was configured for all."""
     if rank == 0:
         return endpoint
-    host, port = _split_tcp(endpoint)
+    host, port = split_endpoint(endpoint)
     if port + rank > 65535:
         raise EndpointError(f"{endpoint}: rank {rank} would have port {port + rank}")
     return f"{_TCP}{host}:{port + rank}"
@@ -46,7 +58,9 @@ def engine_binds(endpoint: str) -> bool:
 
 def dialable(endpoint: str, instance_url: str) -> str:
     """`endpoint` with a host that can be connected to from here."""
-    return _with_host(endpoint, lambda host: _host_of(instance_url) if _is_any(host) else host)
+    return _with_host(
+        endpoint, lambda host: _host_of(instance_url) if is_every_interface(host) else host
+    )
 
 
 def bindable(endpoint: str) -> str:
@@ -57,11 +71,12 @@ def bindable(endpoint: str) -> str:
 def _with_host(endpoint: str, replace: Callable[[str], str]) -> str:
     if endpoint.startswith(_IPC):
         return endpoint
-    host, port = _split_tcp(endpoint)
+    host, port = split_endpoint(endpoint)
     return f"{_TCP}{_unmapped(replace(host))}:{port}"
 
 
-def _is_any(host: str) -> bool:
+def is_every_interface(host: str) -> bool:
+    """Whether `host` stands for all addresses of its machine."""
     return host in _EVERY_INTERFACE
 
 
@@ -87,10 +102,13 @@ def _host_of(instance_url: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _split_tcp(endpoint: str) -> tuple[str, int]:
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of `tcp://host:port`, or raise EndpointError."""
     host, colon, port = endpoint.removeprefix(_TCP).rpartition(":")
     if not endpoint.startswith(_TCP) or not colon or not host:
         raise EndpointError(f"{endpoint!r}: write `tcp://host:port`")
     if not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
         raise EndpointError(f"{endpoint!r}: the port must be 1 to 65535")
+    if not _HOST.fullmatch(host):
+        raise EndpointError(f"{endpoint!r}: {host!r} is no host; write `tcp://host:port`")
     return host, int(port)

@@ -11,7 +11,8 @@ Rules:
 4. A bad event costs only itself: it leaves one constant reason in `rejected`.
    Only a payload that is no batch at all raises.
 5. Mediums are read without regard to case; none means GPU (releases before 0.10.2 have none). A
-   medium nobody has named yet counts as STORAGE: the slowest tier promises least.
+   medium nobody has named yet counts as STORAGE: the slowest tier promises least. One in lower
+   case comes from a connector that tells of stores only (LMCache, Mooncake): `is_store_only`.
 
 6. The usual batch of maps (all is well with it, hashes are unsigned, groups have numbers) is
    decoded in C straight into what the rest of the code reads, one of arrays into the fields as
@@ -65,6 +66,10 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
     kind: str | None = None
     window_tokens: int | None = None
     session_id: str | None = None
+    lora_id: int | None = None
+    """Number of the adapter; another one under the same name is another adapter."""
+    is_store_only: bool = False
+    """Nobody will tell when the copies go (`core.store_only`)."""
 
     def __repr__(self) -> str:
         """Tokens and salts stay out of logs and test output of others."""
@@ -133,7 +138,9 @@ _NAMES_SENT: Final = {
     "group": "group_idx",
     "kind": "kv_cache_spec_kind",
     "window_tokens": "kv_cache_spec_sliding_window",
-    "tier": "-",  # never sent: it is told from the medium
+    # Never sent: both are told from the medium.
+    "tier": "-tier",
+    "is_store_only": "-store_only",
 }
 
 
@@ -156,7 +163,7 @@ class _UsualStored(
     group: int = 0
     kind: str | None = None
     window_tokens: int | None = None
-    lora_id: int | None = None
+    is_store_only: bool = False
     medium: str | None = None
 
 
@@ -250,6 +257,8 @@ def _settle(sent: _UsualStored | _UsualRemoved | _UsualCleared) -> Event:
             sent.kind,
             sent.window_tokens,
             sent.session_id,
+            sent.lora_id or None,
+            sent.medium is not None and sent.medium.islower(),
         )
     if isinstance(sent, _UsualRemoved):
         return BlockRemoved(sent.hashes, _tier_of(sent.medium), sent.group)
@@ -271,6 +280,8 @@ def _normalise(sent: MapEvent | ArrayEvent) -> Event:
             sent.kv_cache_spec_kind,
             sent.kv_cache_spec_sliding_window,
             sent.session_id,
+            sent.lora_id or None,
+            medium is not None and medium.islower(),
         )
     if isinstance(sent, RemovedAsSent):
         medium = sent.medium

@@ -122,6 +122,15 @@ class FullGroup:
         self._held.touched = set()
         return touched
 
+    def plain_rows(
+        self, hashes: Iterable[EngineHash]
+    ) -> tuple[list[int], list[EngineHash], Iterable[EngineHash]]:
+        """Rows of blocks with one copy, on the fastest tier, under a block: hash, key and parent.
+
+        Then hashes that are gone, and those for which `row` has to be asked.
+        """
+        return self._held.plain_rows(hashes)
+
     def row(self, engine_hash: EngineHash) -> BlockRow | None:
         """What there is to keep of a hash; None: nothing."""
         node = self._held.find(engine_hash)

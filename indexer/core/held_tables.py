@@ -51,7 +51,7 @@ class HeldTables:
     )
 
     def __init__(self, tree: BlockTree) -> None:
-        self.changes = NetChanges(len(TIERS))
+        self.changes = NetChanges()
         """Keys gained and lost since the caller last cleared it."""
         self.touched: set[EngineHash] | None = None
         """Hashes whose rows may have changed; None: nobody keeps rows."""
@@ -122,6 +122,31 @@ class HeldTables:
         """Keys of reachable blocks on `tier`."""
         keys = dict.fromkeys(node.key for node in self._held[tier].values())
         return [key for key in keys if key not in self._cut]
+
+    def plain_rows(
+        self, hashes: Iterable[EngineHash]
+    ) -> tuple[list[int], list[EngineHash], Iterable[EngineHash]]:
+        """See `FullGroup.plain_rows`."""
+        fastest, *slower = self._held
+        tables: tuple[dict[EngineHash, Any], ...] = (*slower, *self._surplus, self._ghosts)
+        others = [table for table in tables if table]
+        plain: list[int] = []
+        gone: list[EngineHash] = []
+        rest: list[EngineHash] = []
+        for engine_hash in hashes:
+            if others and any(engine_hash in table for table in others):
+                rest.append(engine_hash)
+                continue
+            node = fastest.get(engine_hash)
+            if node is None:
+                gone.append(engine_hash)
+                continue
+            above = node.parent
+            if above is not None and above.parent is not None:
+                plain += (engine_hash, node.key, above.key)
+            else:
+                rest.append(engine_hash)
+        return plain, gone, rest
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is held, reachable or not."""

@@ -7,6 +7,7 @@ Rules:
 3. What the backend lost or missed is noticed (`IndexLostError`) and written anew by `rewrite`;
    until that is complete the rank is absent from every answer.
 4. A rank that isn't renewed leaves by itself when its lease ends.
+5. A process that ends on purpose releases its ranks: another may own them at once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,4 +77,11 @@ class RankJournal(Protocol):
 
     async def probe(self) -> None:
         """Return if the backend answers."""
+        ...
+
+    async def release(self) -> None:
+        """Own no rank any more; what is known of each stays for its next owner.
+
+        The last call. Raises IndexUnavailableError: then the next owner waits for the lease.
+        """
         ...

@@ -6,6 +6,8 @@ each key at most once and the order of gains and losses doesn't matter.
 
 from collections.abc import Collection
 
+from indexer.core.block_tree import TIERS
+from indexer.core.index import BlocksDropped, BlocksHeld
 from indexer.core.types import BlockKey
 
 
@@ -14,10 +16,10 @@ class NetChanges:
 
     __slots__ = ("gained", "lost")
 
-    def __init__(self, tiers: int) -> None:
-        self.gained: tuple[set[BlockKey], ...] = tuple(set() for _ in range(tiers))
+    def __init__(self) -> None:
+        self.gained: tuple[set[BlockKey], ...] = tuple(set() for _ in TIERS)
         """By tier. No key is in both: whoever writes here directly sees to that."""
-        self.lost: tuple[set[BlockKey], ...] = tuple(set() for _ in range(tiers))
+        self.lost: tuple[set[BlockKey], ...] = tuple(set() for _ in TIERS)
 
     def gain(self, key: BlockKey, tier: int) -> None:
         lost = self.lost[tier]
@@ -40,6 +42,19 @@ class NetChanges:
             gained.discard(key)
         else:
             self.lost[tier].add(key)
+
+    def take(self, group: int) -> list[BlocksDropped | BlocksHeld]:
+        """What is to be told of the group, and begin anew."""
+        changes: list[BlocksDropped | BlocksHeld] = []
+        for tier, keys in zip(TIERS, self.lost, strict=True):
+            if keys:
+                changes.append(BlocksDropped(group, tier, list(keys)))
+                keys.clear()
+        for tier, keys in zip(TIERS, self.gained, strict=True):
+            if keys:
+                changes.append(BlocksHeld(group, tier, list(keys)))
+                keys.clear()
+        return changes
 
     def clear(self) -> None:
         for keys in (*self.gained, *self.lost):

@@ -16,60 +16,53 @@ Rules:
 5. A reset can't be told apart by tier or group, so it empties everything.
 6. With `keeps_rows` every update carries what a restarted indexer needs of the blocks that it
    touched; `restore` takes that over, `snapshot` tells all of it anew.
-7. Everything ignored is counted by reason. Reasons about events: `duplicate_hashes`,
-   `self_parent`, `mixed_block_size`, `bad_token`, `unsupported_group`, `unaligned_tokens`; about
-   blocks: `orphan_parked`, `orphan_evicted`, `bound_evicted` (`core.bound`),
-   `unknown_placeholder`, `unknown_removal`.
+7. Groups know nothing of ended lives of adapters (`core.adapters`), nor of copies that leave by
+   age only (`core.store_only`).
+8. Everything ignored is counted by reason. Reasons about events: `duplicate_hashes`,
+   `self_parent`, `mixed_block_size`, `bad_token`, `unsupported_group`, `unaligned_tokens`,
+   `odd_chunk`, `unknown_chunk_parent`; about blocks: `orphan_parked`, `orphan_evicted`,
+   `unknown_placeholder`, `unknown_removal`, `ended_adapter`, `bound_evicted` (`core.bound`).
 
 Cost: 0.7 µs per block in long events, 1.6 µs to store and 1.2 µs to remove a single one.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Final, TypeVar
+from typing import Final
 
-from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
+from indexer.core.adapters import Adapters
+from indexer.core.block_rows import BlockRow, GroupRows, RankFacts, rows_of
 from indexer.core.block_tree import TIERS, BlockTree
 from indexer.core.bound import USUAL_LIMITS, BlockBound, TableLimits
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.full_group import FullGroup
 from indexer.core.index import (
     AllDropped,
-    BlocksDropped,
     BlocksHeld,
     Change,
     GroupKind,
     GroupSpec,
     RankUpdate,
 )
+from indexer.core.kinds import is_aligned, spec_of
+from indexer.core.slices import parts
+from indexer.core.store_only import StoreOnly, in_blocks_of
 from indexer.core.types import EngineHash, RankId, Tier
 from indexer.core.window_group import WindowGroup
 
-_KIND_OF: Final = {
-    "full_attention": GroupKind.FULL,
-    "mla_attention": GroupKind.FULL,
-    "sink_full_attention": GroupKind.FULL,
-    "sliding_window": GroupKind.WINDOW,
-    "sliding_window_mla": GroupKind.WINDOW,
-    "mamba": GroupKind.STATE,
-}
 _TIER_NUMBER: Final = {tier: number for number, tier in enumerate(TIERS)}
 
 # Enum members hash and are looked up slowly; these are used for every event.
 _GPU: Final = Tier.GPU
 
-_SWEPT_ENTRIES = 512
-"""Entries of ended epochs given back per batch: 0.1 ms."""
-
 Group = FullGroup | WindowGroup
-Item = TypeVar("Item")
 
 
 class RankBlocks:
     """Blocks of one rank in one epoch."""
 
     __slots__ = (
+        "_adapters",
         "_bound",
         "_fulls",
         "_groups",
@@ -81,6 +74,7 @@ class RankBlocks:
         "_new_specs",
         "_room",
         "_sized_by_gpu",
+        "_store_only",
         "_stored",
         "_tree",
         "_windows",
@@ -119,6 +113,8 @@ class RankBlocks:
         self._sized_by_gpu: set[int] = set()
         self._new_specs: list[GroupSpec] = []
         self._is_cleared = False
+        self._adapters = Adapters(model)
+        self._store_only = StoreOnly(limits.store_only)
 
     @property
     def orphans(self) -> int:
@@ -137,23 +133,36 @@ class RankBlocks:
 
     def tracked_entries(self) -> int:
         """Entries of all internal tables; 0 when nothing is held or parked: nothing leaks."""
-        return sum(group.tracked_entries() for group in self._groups.values())
+        beside = len(self._adapters) + self._store_only.copies
+        return beside + sum(each.tracked_entries() for each in self._groups.values())
 
     def apply(self, seq: int, batch: EventBatch, digest: int = 0) -> RankUpdate:
         """Apply one batch, in the order of its number. Never fails."""
+        self.absorb(batch)
+        return self.take(seq, digest)
+
+    def absorb(self, batch: EventBatch) -> None:
+        """Apply one batch, and leave what it changes for `take`."""
         for event in batch.events:
-            if event.what == "stored":
-                self._store(event)
-            elif event.what == "removed":
+            if event.what == "removed":
                 self._remove(event)
-            else:
+            elif event.what == "cleared":
                 self._clear(event)
+            elif event.is_store_only:
+                self._store_for_a_time(event, batch.ts)
+            else:
+                self._store(event)
+        if self._store_only.copies:
+            self._store_only.expire(self._groups, batch.ts)
         if self._stored > self._room:
             self._room = self._bound.enforce(self._groups, batch, self.counts)
             self._stored = 0
         if self._windows:
             self._resolve_windows()
-        self._tree.sweep(_SWEPT_ENTRIES)
+        self._tree.sweep()
+
+    def take(self, seq: int, digest: int = 0) -> RankUpdate:
+        """What the batches since the last call changed, net; `seq` is the last one's number."""
         if self._keeps_rows:
             return self._update(seq, digest, self._take_changes(), self._take_rows())
         return RankUpdate(
@@ -175,10 +184,10 @@ class RankBlocks:
         yield self._update(seq, digest, specs, ())
         for number, group in self._groups.items():
             for tier_number, tier in enumerate(TIERS):
-                for keys in _parts(group.held_keys(tier_number), part_blocks):
+                for keys in parts(group.held_keys(tier_number), part_blocks):
                     yield self._update(seq, digest, [BlocksHeld(number, tier, keys)], ())
-            for hashes in _parts(group.known_hashes(), part_blocks):
-                yield self._update(seq, digest, (), [_rows_of(number, group, hashes)])
+            for hashes in parts(group.known_hashes(), part_blocks):
+                yield self._update(seq, digest, (), [rows_of(number, group, hashes)])
 
     def restore(
         self,
@@ -192,9 +201,12 @@ class RankBlocks:
         """
         self._masked.update(facts.masked)
         self._sized_by_gpu.update(facts.sized_by_gpu)
+        rows = {group: list(each) for group, each in rows.items()}
         for spec in specs:
             if not self._add_group(spec).restore(rows.get(spec.group, ())):
                 return False
+        self._adapters.restore(facts.adapters, rows)
+        self._store_only.restore(facts.store_only, rows)
         self._new_specs.clear()
         return True
 
@@ -210,27 +222,45 @@ class RankBlocks:
             changes=changes,
             digest=digest,
             rows=rows,
-            facts=RankFacts(tuple(self._masked), tuple(self._sized_by_gpu), self.orphans),
+            facts=RankFacts(
+                tuple(self._masked),
+                tuple(self._sized_by_gpu),
+                self.orphans,
+                self._adapters.ids(),
+                self._store_only.places(),
+            ),
         )
 
     def _take_rows(self) -> list[GroupRows]:
         taken = [
-            _rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
+            rows_of(number, group, group.take_touched()) for number, group in self._groups.items()
         ]
-        return [rows for rows in taken if rows.written or rows.gone]
+        return [rows for rows in taken if rows.written or rows.plain or rows.gone]
 
     def _remove(self, event: BlockRemoved) -> None:
-        group = self._groups.get(event.group)
-        if group is not None:
-            group.remove(event.hashes, 0 if event.tier is _GPU else _TIER_NUMBER[event.tier])
-        elif event.hashes:
-            self.counts["unknown_removal"] += len(event.hashes)
+        number, hashes = event.group, event.hashes
+        group = self._groups.get(number)
+        if group is None:
+            if hashes:
+                self.counts["unknown_removal"] += len(hashes)
+            return
+        tier = 0 if event.tier is _GPU else _TIER_NUMBER[event.tier]
+        if self._store_only.copies:
+            self._store_only.forget(number, tier, hashes)
+        if self._adapters.are_known:
+            self._adapters.remove(number, group, hashes, tier)
+        else:
+            group.remove(hashes, tier)
 
     def _store(self, event: BlockStored) -> None:
         hashes = event.hashes
         if not hashes:
             return
         self._stored += len(hashes)
+        adapters, groups = self._adapters, self._groups
+        if (adapters.are_known or event.lora_id) and not adapters.admits(event, groups):
+            self.counts["ended_adapter"] += len(hashes)
+            return
         if not event.token_ids or event.block_size <= 0:
             self._recall(hashes, event)
             return
@@ -246,6 +276,14 @@ class RankBlocks:
         if group is not None:
             group.store(event, 0 if event.tier is _GPU else _TIER_NUMBER[event.tier])
 
+    def _store_for_a_time(self, event: BlockStored, now_s: float) -> None:
+        """Store what nobody will take back."""
+        group = self._groups.get(event.group)
+        told = in_blocks_of(group, event, self.counts)
+        if told is not None and group is not None:
+            self._store(told)
+            self._store_only.announce(told, group, _TIER_NUMBER[told.tier], now_s)
+
     def _recall(self, hashes: Sequence[EngineHash], event: BlockStored) -> None:
         group = self._groups.get(event.group)
         if group is None:
@@ -256,6 +294,8 @@ class RankBlocks:
     def _clear(self, _event: AllBlocksCleared) -> None:
         for group in self._groups.values():
             group.clear()
+        self._adapters.clear()
+        self._store_only.clear()
         self._is_cleared = True
 
     def _group_for(self, event: BlockStored) -> Group | None:
@@ -275,23 +315,17 @@ class RankBlocks:
         return group
 
     def _open_group(self, event: BlockStored) -> Group | None:
-        kind = _KIND_OF.get(event.kind) if event.kind else GroupKind.FULL
-        if kind is None or (event.kind is None and not self._may_be_full(event)):
+        spec = spec_of(event)
+        if spec is None or (event.kind is None and not self._may_be_full(event)):
             self.counts["unsupported_group"] += 1
             return None
-        spec = GroupSpec(
-            group=event.group,
-            kind=kind,
-            block_size=event.block_size,
-            window_tokens=event.window_tokens if kind is GroupKind.WINDOW else None,
-        )
         if event.tier is Tier.GPU:
             self._sized_by_gpu.add(event.group)
         return self._add_group(spec)
 
     def _may_be_full(self, event: BlockStored) -> bool:
         """Whether a group without a kind may be followed as full attention from this event on."""
-        if not _is_aligned(event):
+        if not is_aligned(event):
             self._masked.add(event.group)
             return False
         # Up to 0.19 all groups of a hybrid model publish as one: that one has to do.
@@ -299,7 +333,7 @@ class RankBlocks:
 
     def _looks_full(self, event: BlockStored, group: Group) -> bool:
         """Tell a full-attention group from a window where no kind is given, for good."""
-        if isinstance(group, FullGroup) and not _is_aligned(event):
+        if isinstance(group, FullGroup) and not is_aligned(event):
             number, size = event.group, event.block_size
             self._add_group(GroupSpec(group=number, kind=GroupKind.WINDOW, block_size=size))
             return False
@@ -350,36 +384,5 @@ class RankBlocks:
             changes.append(AllDropped())
             self._is_cleared = False
         for number, group in self._groups.items():
-            net = group.changes
-            for tier, keys in enumerate(net.lost):
-                if keys:
-                    changes.append(BlocksDropped(number, TIERS[tier], list(keys)))
-                    keys.clear()
-            for tier, keys in enumerate(net.gained):
-                if keys:
-                    changes.append(BlocksHeld(number, TIERS[tier], list(keys)))
-                    keys.clear()
+            changes += group.changes.take(number)
         return changes
-
-
-def _is_aligned(event: BlockStored) -> bool:
-    return len(event.token_ids) == len(event.hashes) * event.block_size
-
-
-def _rows_of(number: int, group: Group, hashes: Iterable[EngineHash]) -> GroupRows:
-    written: list[BlockRow] = []
-    gone: list[EngineHash] = []
-    for engine_hash in hashes:
-        row = group.row(engine_hash)
-        if row is None:
-            gone.append(engine_hash)
-        else:
-            written.append(row)
-    return GroupRows(number, written, gone)
-
-
-def _parts(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
-    """Lists of at most `most` items each."""
-    rest = iter(items)
-    while part := list(islice(rest, most)):
-        yield part

@@ -50,8 +50,10 @@ class RankStatus:
     endpoint: str
     replay_endpoint: str | None
     is_connected: bool
+    is_standing_by: bool
+    """Another indexer writes this rank, and we wait until it lets go of it."""
     problem: str | None
-    """Why it is not being followed."""
+    """Why it is not being followed, or not being written."""
     epoch: int
     """Number of the present life; unique in this process."""
     epoch_reason: str

@@ -11,11 +11,15 @@ Rules:
 Cost: a look at each event.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
 
 import msgspec
 
 from indexer.core.events import BlockRemoved, BlockStored, Event, EventBatch
+
+Item = TypeVar("Item")
 
 
 def slices(batch: EventBatch, most_blocks: int) -> Iterator[EventBatch]:
@@ -26,7 +30,7 @@ def slices(batch: EventBatch, most_blocks: int) -> Iterator[EventBatch]:
     piece: list[Event] = []
     blocks = 0
     for event in batch.events:
-        for part in _parts(event, most_blocks):
+        for part in _parts_of(event, most_blocks):
             if piece and blocks + _blocks(part) > most_blocks:
                 yield EventBatch(batch.ts, batch.rank, piece)
                 piece, blocks = [], 0
@@ -39,7 +43,7 @@ def _blocks(event: Event) -> int:
     return 1 if event.what == "cleared" else len(event.hashes)
 
 
-def _parts(event: Event, most_blocks: int) -> Iterator[Event]:
+def _parts_of(event: Event, most_blocks: int) -> Iterator[Event]:
     if _blocks(event) <= most_blocks:
         yield event
     elif isinstance(event, BlockRemoved):
@@ -70,3 +74,10 @@ def _is_chain(event: BlockStored) -> bool:
         and (extras is None or len(extras) == len(hashes))
         and len({*hashes, event.parent}) == len(hashes) + 1
     )
+
+
+def parts(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
+    """Lists of at most `most` items each."""
+    rest = iter(items)
+    while part := list(islice(rest, most)):
+        yield part

@@ -45,7 +45,7 @@ class WindowGroup:
     def __init__(self, spec: GroupSpec, *, model: str, counts: Counter[str]) -> None:
         self.spec = spec
         self.block_size = spec.block_size
-        self.changes = NetChanges(len(TIERS))
+        self.changes = NetChanges()
         self._model = model
         self._counts = counts
         self._copies: tuple[dict[EngineHash, int], ...] = tuple({} for _ in TIERS)
@@ -100,6 +100,12 @@ class WindowGroup:
         """Hashes touched since the last call."""
         touched, self._touched = self._touched, None if self._touched is None else set()
         return touched or ()
+
+    def plain_rows(
+        self, hashes: Iterable[EngineHash]
+    ) -> tuple[list[int], list[EngineHash], Iterable[EngineHash]]:
+        """See `FullGroup`: no row here is that plain."""
+        return [], [], hashes
 
     def row(self, engine_hash: EngineHash) -> BlockRow | None:
         """What there is to keep of a hash; None: nothing."""

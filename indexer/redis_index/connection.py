@@ -1,26 +1,36 @@
-"""Speaks to Redis: the only module that imports its client. Every call has a deadline.
+"""Speaks to Redis: one lane for what reads and one for what writes. Every call has a deadline.
 
 A failure is one of three: `IndexUnavailableError` (no answer, a refusal, a wrong password, read-only),
-`IndexFullError` (out of memory), or an answer. The client doesn't retry: a lookup is advice that
-must not be late, and a write that may have been applied is sorted out by its sequence number.
+`IndexFullError` (out of memory), or an answer.
+
+Rules:
+
+1. A command whose connection breaks is sent once more, on a new one and within the same deadline.
+   That is safe for writes too: if the first was applied after all, the fence tells by its number.
+   A refusal or a deadline is not retried: a lookup is advice that must not be late.
+2. Where `run_ahead` runs, connections are opened ahead of need, with a deadline of their own: a
+   lookup's is too short for TLS and a password over a slow network.
+3. A node of a cluster says `MOVED`: then all is asked for where its slot is. If that node is
+   gone, any other tells who has taken its place.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
-
-from indexer.core.index import IndexFullError, IndexUnavailableError
-from indexer.redis_index.packing import PackedKeys, pack_part
+from indexer.redis_index.cluster import SlotTable, slot_of
+from indexer.redis_index.faults import index_error
+from indexer.redis_index.lane import Address, Lane, RedisRefusal
+from indexer.redis_index.packing import PackedKeys, pack_command, pack_part
+from indexer.redis_index.server import find_server
 from indexer.redis_index.settings import RedisSettings
 
 _ROWS_PER_SCAN = 2000
+_WATCH_S = 0.2
+"""How often it is looked if connections are still open."""
 
 Part = str | bytes | int
 
@@ -28,10 +38,11 @@ Part = str | bytes | int
 class Script:
     """One of `lua/`, by the name Redis caches it under."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, writes: bool) -> None:
         sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
         self.by_sha = pack_part(b"EVALSHA") + pack_part(sha.encode())
         self.by_text = pack_part(b"EVAL") + pack_part(text.encode())
+        self.writes = writes
 
 
 def load_script(name: str, *, writes: bool) -> Script:
@@ -40,109 +51,142 @@ def load_script(name: str, *, writes: bool) -> Script:
     text = (folder / f"{name}.lua").read_text("utf-8")
     if writes:
         text = (folder / "prelude.lua").read_text("utf-8") + text
-    return Script(text)
+    return Script(text, writes=writes)
 
 
 class RedisConnection:
-    """A pool of connections to one server."""
+    """To one server, or to a cluster."""
 
     def __init__(self, settings: RedisSettings) -> None:
         """Connects at the first call. Raises ValueError if the password's variable isn't set."""
         self.settings = settings
-        longest_s = max(settings.read_timeout_s, settings.write_timeout_s)
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            settings.url,
-            username=settings.username,
-            password=settings.password(),
-            max_connections=settings.max_connections,
-            timeout=longest_s,
-            # `_ask` has the deadline. With one of its own the client sends by `wait_for`, which
-            # swallows a cancellation that comes as the command is sent (Python 3.11), and costs
-            # a task per command.
-            socket_timeout=None,
-            socket_connect_timeout=settings.connect_timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            client_name="kvlb",
-        )
-        self._client = redis.asyncio.Redis(connection_pool=pool)
+        self._seed, self._access = find_server(settings)
+        self._lanes: dict[tuple[Address, bool], Lane] = {}
+        self._opening: dict[tuple[Address, bool], asyncio.Lock] = {}
+        self._slots = SlotTable()
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
-        await self._client.connection_pool.disconnect()
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+    async def run_ahead(self) -> None:
+        """Keep a connection for lookups open until cancelled, so that none has to wait for one."""
+        while True:
+            for node in {self._seed, *self._slots.nodes}:
+                with suppress(OSError, RedisRefusal):  # whoever asks is told
+                    await self._lane(node, writes=False)
+            await asyncio.sleep(_WATCH_S)
 
     async def run(
         self, script: Script, keys: PackedKeys, args: Sequence[bytes], *, timeout_s: float
     ) -> Any:
-        """One round trip; two if the server has forgotten the script.
-
-        Packed here, since the client takes three times as long over as many keys as a lookup has.
-        """
+        """One round trip; two if the server has forgotten the script."""
         size = b"*%d\r\n" % (3 + keys.count + len(args))
         tail = b"".join([pack_part(arg) for arg in args])
+        command = b"".join((size, script.by_sha, keys.packed, tail))
         try:
-            command = b"".join((size, script.by_sha, keys.packed, tail))
-            return await self._send(timeout_s, command)
-        except _ScriptForgottenError:
-            command = b"".join((size, script.by_text, keys.packed, tail))
-            return await self._send(timeout_s, command)
+            async with asyncio.timeout(timeout_s):
+                try:
+                    return await self._exchange(command, keys.first, writes=script.writes)
+                except RedisRefusal as refusal:
+                    if refusal.code != "NOSCRIPT":
+                        raise
+                command = b"".join((size, script.by_text, keys.packed, tail))
+                return await self._exchange(command, keys.first, writes=script.writes)
+        except (RedisRefusal, OSError) as error:  # TimeoutError is one
+            raise index_error(error) from error
 
     async def ping(self) -> None:
         """Return if the server answers."""
-        await self._ask(self.settings.write_timeout_s, "PING")
+        await self.ask("PING")
 
     async def fields(self, key: str) -> Sequence[bytes]:
         """Field names of a small hash."""
-        names: Sequence[bytes] = await self._ask(self.settings.write_timeout_s, "HKEYS", key)
+        names: Sequence[bytes] = await self.ask("HKEYS", key)
         return names
 
     async def scan_hash(self, key: str) -> AsyncIterator[tuple[bytes, bytes]]:
         """Every field of a hash that nobody changes meanwhile, whatever its size."""
-        cursor = 0
+        cursor = b"0"
         while True:
-            asked = ("HSCAN", key, cursor, "COUNT", _ROWS_PER_SCAN)
-            cursor, found = await self._ask(self.settings.write_timeout_s, *asked)
-            for each in found.items():
-                yield each
-            if not cursor:
+            cursor, found = await self.ask("HSCAN", key, cursor, "COUNT", _ROWS_PER_SCAN)
+            for name, value in zip(found[::2], found[1::2], strict=True):
+                yield name, value
+            if cursor == b"0":
                 return
 
     async def cardinality(self, key: str) -> int:
         """Members of a set."""
-        members: int = await self._ask(self.settings.write_timeout_s, "SCARD", key)
+        members: int = await self.ask("SCARD", key)
         return members
 
-    async def _ask(self, timeout_s: float, *parts: Part) -> Any:
+    async def ask(self, name: str, key: str = "", *parts: Part) -> Any:
+        """Any command of one key, at the writer's pace; or of none, for any node."""
+        command = pack_command(name, *((key, *parts) if key else ()))
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._client.execute_command(*parts)  # type: ignore[no-untyped-call]
-        except NoScriptError as error:
-            raise _ScriptForgottenError from error
-        except (RedisError, OSError, TimeoutError) as error:
-            raise _translated(error) from error
+            async with asyncio.timeout(self.settings.write_timeout_s):
+                return await self._exchange(command, key, writes=True)
+        except (RedisRefusal, OSError) as error:
+            raise index_error(error) from error
 
-    async def _send(self, timeout_s: float, command: bytes) -> Any:
-        pool = self._client.connection_pool
+    # Where, and over what.
+
+    async def _exchange(self, command: bytes, key: str, *, writes: bool) -> Any:
+        node = self._slots.node(slot_of(key)) or self._seed
         try:
-            async with asyncio.timeout(timeout_s):
-                connection = await pool.get_connection()  # type: ignore[no-untyped-call]
-                try:
-                    await connection.send_packed_command([command])
-                    return await connection.read_response()
-                finally:
-                    await pool.release(connection)
-        except NoScriptError as error:
-            raise _ScriptForgottenError from error
-        except (RedisError, OSError, TimeoutError) as error:
-            raise _translated(error) from error
+            return await self._answer(node, command, writes=writes)
+        except RedisRefusal as refusal:
+            if refusal.code == "ASK":  # its slot is on the way to another node
+                there = _named_node(refusal, node)
+                return await (await self._lane(there, writes=writes)).ask(
+                    pack_command("ASKING"), command
+                )
+            if refusal.code != "MOVED":
+                raise
+        await self._read_slots(node)
+        node = self._slots.node(slot_of(key)) or self._seed
+        return await self._answer(node, command, writes=writes)
+
+    async def _answer(self, node: Address, command: bytes, *, writes: bool) -> Any:
+        """Over the open lane; if that turns out to be dead, over a new one."""
+        lane = self._lanes.get((node, writes))
+        if lane is not None and lane.is_open:
+            try:
+                return await lane.ask(command)
+            except OSError:
+                pass
+        try:
+            return await (await self._lane(node, writes=writes)).ask(command)
+        except OSError:
+            await self._look_around(node)
+            raise
+
+    async def _lane(self, node: Address, *, writes: bool) -> Lane:
+        """Open one unless it is open. One attempt at a time, whoever wants it."""
+        key = node, writes
+        lock = self._opening.setdefault(key, asyncio.Lock())
+        async with lock:
+            lane = self._lanes.get(key)
+            if lane is None or not lane.is_open:
+                async with asyncio.timeout(self.settings.connect_timeout_s):
+                    lane = self._lanes[key] = await Lane.open(node, self._access)
+            return lane
+
+    async def _look_around(self, gone: Address) -> None:
+        """A node that is gone may have been replaced: the next command goes to who has."""
+        for node in (self._slots.nodes | {self._seed}) - {gone} if self._slots.nodes else ():
+            with suppress(OSError, RedisRefusal):
+                await self._read_slots(node)
+                return
+
+    async def _read_slots(self, node: Address) -> None:
+        lane = await self._lane(node, writes=True)
+        self._slots = SlotTable(await lane.ask(pack_command("CLUSTER", "SLOTS")), node)
 
 
-class _ScriptForgottenError(Exception):
-    """The server was restarted, or never knew the script."""
-
-
-def _translated(error: Exception) -> IndexUnavailableError:
-    """Redis's words can quote a command, so only the kind of fault is told."""
-    if isinstance(error, OutOfMemoryError) or "OOM " in str(error):
-        return IndexFullError("Redis is out of memory: raise maxmemory (docs/redis-schema.md)")
-    return IndexUnavailableError(f"Redis failed: {type(error).__name__}")
+def _named_node(refusal: RedisRefusal, asked: Address) -> Address:
+    """`ASK slot host:port`."""
+    host, _, port = str(refusal).split(" ")[2].rpartition(":")
+    return Address(host or asked.host, int(port))

@@ -4,8 +4,6 @@ All keys of a model share a hash tag, so that a script may touch them together i
 and ranks appear as digests: no name, address or salt is part of a key.
 """
 
-from dataclasses import dataclass
-
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from indexer.core.types import RankId
@@ -14,50 +12,58 @@ SCHEMA = 1
 """Version of the layout, part of every key: docs/redis-schema.md says when it changes."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelKeys:
     """Keys of one base model."""
 
-    tag: str
+    __slots__ = ("generation", "ranks", "tag")
 
-    @property
-    def generation(self) -> str:
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.generation = f"{tag}:gen"
         """String: another number whenever `ranks` changes."""
-        return f"{self.tag}:gen"
-
-    @property
-    def ranks(self) -> str:
+        self.ranks = f"{tag}:ranks"
         """Hash: rank digest to its description."""
-        return f"{self.tag}:ranks"
 
     def rank(self, rank: RankId) -> "RankKeys":
         return RankKeys(self, rank_digest(rank))
 
 
-@dataclass(frozen=True, slots=True)
 class RankKeys:
-    """Keys of one rank."""
+    """Keys of one rank. Names that were asked for once are remembered: every batch needs them."""
 
-    model: ModelKeys
-    digest: str
+    __slots__ = ("_epoch", "_names", "digest", "life", "model", "state")
 
-    @property
-    def life(self) -> str:
+    def __init__(self, model: ModelKeys, digest: str) -> None:
+        self.model = model
+        self.digest = digest
+        self.life = f"{model.tag}:{digest}:life"
         """String: the epoch that counts. Without it the rank isn't there."""
-        return f"{self.model.tag}:{self.digest}:life"
-
-    @property
-    def state(self) -> str:
+        self.state = f"{model.tag}:{digest}:state"
         """Hash: owner, epoch, last batch and what else a restarted indexer needs."""
-        return f"{self.model.tag}:{self.digest}:state"
+        self._epoch = 0
+        self._names: dict[tuple[int, ...], str] = {}
 
     def blocks(self, epoch: int, group: int, block_size: int, tier: int) -> str:
         """Set: block keys held, eight bytes each."""
-        return f"{self.model.tag}:{self.digest}:{epoch}:{group}:{block_size}:{tier}"
+        names = self._names_in(epoch)
+        name = names.get((group, block_size, tier))
+        if name is None:
+            name = f"{self.model.tag}:{self.digest}:{epoch}:{group}:{block_size}:{tier}"
+            names[group, block_size, tier] = name
+        return name
 
     def rows(self, epoch: int, group: int) -> str:
         """Hash: engine hash to its row (`packing.pack_rows`)."""
-        return f"{self.model.tag}:{self.digest}:{epoch}:{group}:rows"
+        names = self._names_in(epoch)
+        name = names.get((group,))
+        if name is None:
+            name = names[(group,)] = f"{self.model.tag}:{self.digest}:{epoch}:{group}:rows"
+        return name
+
+    def _names_in(self, epoch: int) -> dict[tuple[int, ...], str]:
+        if epoch != self._epoch:
+            self._epoch, self._names = epoch, {}
+        return self._names
 
 
 def model_keys(prefix: str, model: str) -> ModelKeys:

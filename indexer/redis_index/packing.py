@@ -6,12 +6,13 @@ so that a reader who has it knows every key to ask for.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from struct import Struct
 from sys import byteorder
 
 import msgspec
 
-from indexer.core.block_rows import BlockRow
+from indexer.core.block_rows import BlockRow, plain_row
 from indexer.core.block_tree import TIERS
 from indexer.core.index import GroupKind, GroupSpec
 from indexer.core.types import BlockKey, EngineHash, InstanceId, RankId, Tier, Trust
@@ -20,7 +21,10 @@ TIER_NUMBER = {tier: number for number, tier in enumerate(TIERS)}
 
 _ROW = Struct("<QQQBHHH")
 ROW_BYTES = _ROW.size
+PLAIN_ROW_BYTES = 24
+"""Engine hash, key, parent: what `GroupRows.plain` has of a row."""
 _VALUE = Struct("<QQBHHH")
+_PLAIN_VALUE = Struct("<QQ")
 _HASH_BYTES = 8
 _HAS_KEY, _HAS_PARENT, _IS_FIRST = 1, 2, 4
 _MOST_COPIES = 2**16 - 1
@@ -116,10 +120,13 @@ def _pack_row(row: BlockRow) -> bytes:
 
 def unpack_row(field: bytes, value: bytes) -> BlockRow:
     """Raises struct.error."""
+    engine_hash = EngineHash(int.from_bytes(field, "little"))
+    if len(value) == _PLAIN_VALUE.size:
+        return plain_row(engine_hash, *_PLAIN_VALUE.unpack(value))
     key, parent, flags, *copies = _VALUE.unpack(value)
     gpu, cpu, storage = copies
     return BlockRow(
-        engine_hash=EngineHash(int.from_bytes(field, "little")),
+        engine_hash=engine_hash,
         key=BlockKey(key) if flags & _HAS_KEY else None,
         parent=BlockKey(parent) if flags & _HAS_PARENT else None,
         is_first=bool(flags & _IS_FIRST),
@@ -140,12 +147,25 @@ def pack_part(part: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(part), part)
 
 
+def pack_command(*parts: str | bytes | int) -> bytes:
+    """A whole command, as it goes over the wire."""
+    packed = [pack_part(part if isinstance(part, bytes) else str(part).encode()) for part in parts]
+    return b"*%d\r\n%b" % (len(packed), b"".join(packed))
+
+
+@lru_cache(maxsize=65_536)
+def _pack_key(key: str) -> bytes:
+    # Written to again and again, and looked up with every prompt.
+    return pack_part(key.encode())
+
+
 class PackedKeys:
     """Keys of a script, with their number in front, ready to be sent any number of times."""
 
-    __slots__ = ("count", "packed")
+    __slots__ = ("count", "first", "packed")
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.count = len(keys)
-        parts = (str(len(keys)), *keys)
-        self.packed = b"".join([pack_part(part.encode()) for part in parts])
+        self.first = keys[0]
+        """Says which node of a cluster has all of them."""
+        self.packed = pack_part(b"%d" % len(keys)) + b"".join(map(_pack_key, keys))

@@ -20,7 +20,7 @@ from indexer.redis_index.packing import (
     pack_rows,
 )
 
-_UNLINK, _ADD, _REMOVE, _WRITE_ROWS, _DROP_ROWS = range(5)
+_UNLINK, _ADD, _REMOVE, _WRITE_ROWS, _DROP_ROWS, _WRITE_PLAIN_ROWS = range(6)
 
 Groups = dict[int, GroupEntry]
 
@@ -50,6 +50,8 @@ class Program:
                 self._step(_DROP_ROWS, key, pack_numbers(each.gone))
             if each.written:
                 self._step(_WRITE_ROWS, key, pack_rows(each.written))
+            if each.plain:
+                self._step(_WRITE_PLAIN_ROWS, key, pack_numbers(each.plain))
 
     def unlink(self, epoch: int, groups: Groups) -> None:
         """Remove everything these groups may have in any tier."""

@@ -12,7 +12,6 @@ Not handled: one rank written by two tasks at once. Its keeper sees to that.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from struct import error as StructError  # noqa: N812 - it is a class
 from typing import Any
 
@@ -29,6 +28,7 @@ from indexer.core.index import (
 from indexer.core.journal import RankRecord
 from indexer.core.types import RankId, Trust
 from indexer.redis_index.connection import Part, RedisConnection, Script, load_script
+from indexer.redis_index.home import Home
 from indexer.redis_index.keys import RankKeys, model_keys
 from indexer.redis_index.packing import (
     ROW_BYTES,
@@ -36,46 +36,11 @@ from indexer.redis_index.packing import (
     RankEntry,
     decode_entry,
     encode_entry,
-    tiers_in,
     unpack_row,
 )
-from indexer.redis_index.program import Groups, Program, keys_of_group
+from indexer.redis_index.program import Groups, Program
 
 _NO_FACTS = RankFacts()
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Home:
-    """What this process knows of a rank's place in Redis."""
-
-    model: str
-    keys: RankKeys
-    owner: bytes
-    epoch: int
-    """0: no epoch was ever opened."""
-    seq: bytes
-    """Batch that Redis should have last; other words while the rank is rewritten."""
-    trust: Trust
-    groups: Groups = field(default_factory=dict)
-    is_whole: bool = True
-    record: Sequence[bytes | None] = ()
-    """Digest and facts, as found when it was claimed."""
-
-    def data_keys(self) -> list[str]:
-        """Every key the present epoch can have, beside life and state."""
-        return [
-            key
-            for entry in self.groups.values()
-            for key in keys_of_group(self.keys, self.epoch, entry)
-        ]
-
-    def set_keys(self) -> list[str]:
-        """Keys of the sets that have ever had a block."""
-        return [
-            self.keys.blocks(self.epoch, entry.group, entry.block_size, tier)
-            for entry in self.groups.values()
-            for tier, _ in tiers_in(entry.tiers)
-        ]
 
 
 class RedisIndexWriter:
@@ -84,7 +49,7 @@ class RedisIndexWriter:
     def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
         self._connection = connection
         self._clock = clock
-        self._homes: dict[RankId, _Home] = {}
+        self._homes: dict[RankId, Home] = {}
         self._trust: dict[RankId, Trust] = {}
         self._taken: dict[RankId, bytes] = {}
         """Ranks that another process took, with the token under which we had them."""
@@ -95,10 +60,16 @@ class RedisIndexWriter:
         self._renew = load_script("renew", writes=True)
         self._retire = load_script("retire", writes=True)
         self._sweep = load_script("sweep", writes=True)
+        self._release = load_script("release", writes=True)
 
     @property
     def heartbeat_s(self) -> float:
         return self._connection.settings.heartbeat_s
+
+    def keys_of(self, rank: RankId) -> list[str]:
+        """Every key that a rank of this process can have."""
+        home = self._homes[rank]
+        return [home.keys.life, home.keys.state, *home.data_keys()]
 
     # BlockIndex.
 
@@ -164,7 +135,7 @@ class RedisIndexWriter:
         return (await self._home(rank, model)).epoch
 
     async def rewrite(self, model: str, trust: Trust, parts: Iterable[RankUpdate]) -> None:
-        home: _Home | None = None
+        home: Home | None = None
         last: RankUpdate | None = None
         for number, part in enumerate(parts):
             self._trust[part.rank] = trust
@@ -194,7 +165,7 @@ class RedisIndexWriter:
                 keys.state,
                 *home.data_keys(),
             ],
-            [home.owner, home.epoch, home.seq, self._lease_ms, keys.digest],
+            [home.owner, home.epoch, home.seq, self._lease_ms, keys.digest, home.description],
         )
         self._check(answer, rank, home)
         await self._sweep_ended(home)
@@ -208,9 +179,23 @@ class RedisIndexWriter:
     async def probe(self) -> None:
         await self._connection.ping()
 
+    async def release(self) -> None:
+        homes, self._homes = self._homes, {}
+        by_model: dict[str, list[Home]] = {}
+        for home in homes.values():
+            by_model.setdefault(home.model, []).append(home)
+        for owned in by_model.values():
+            model = owned[0].keys.model
+            states = [home.keys.state for home in owned]
+            await self._run(
+                self._release,
+                [model.generation, model.ranks, *states],
+                [home.owner for home in owned],
+            )
+
     # Ownership.
 
-    async def _home(self, rank: RankId, model: str) -> _Home:
+    async def _home(self, rank: RankId, model: str) -> Home:
         """Where `rank` lives, claimed. A rank that serves another model now leaves the old one."""
         home = self._homes.get(rank)
         if home is not None and home.model != model:
@@ -221,7 +206,7 @@ class RedisIndexWriter:
             home = self._homes[rank] = await self._claim_rank(rank, model)
         return home
 
-    async def _claim_rank(self, rank: RankId, model: str) -> _Home:
+    async def _claim_rank(self, rank: RankId, model: str) -> Home:
         keys = model_keys(self._connection.settings.prefix, model).rank(rank)
         answer = await self._run(
             self._claim,
@@ -234,7 +219,7 @@ class RedisIndexWriter:
         owner, life, description, epoch, seq, digest, facts = answer
         entry = _entry_or_none(description)
         is_whole = entry is not None and life is not None and life == epoch
-        home = _Home(
+        home = Home(
             model=model,
             keys=keys,
             owner=owner,
@@ -243,12 +228,13 @@ class RedisIndexWriter:
             trust=self._trust.get(rank, entry.trust if entry else Trust.EXACT),
             groups={each.group: each for each in entry.groups} if entry else {},
             is_whole=is_whole,
+            description=description or b"",
             record=(digest, facts),
         )
         self._trust.setdefault(rank, home.trust)
         return home
 
-    async def _remove(self, home: _Home, *, keep_state: bool) -> None:
+    async def _remove(self, home: Home, *, keep_state: bool) -> None:
         keys = home.keys
         await self._run(
             self._retire,
@@ -256,7 +242,7 @@ class RedisIndexWriter:
             [home.owner, keys.digest, self._lease_ms, int(keep_state)],
         )
 
-    async def _sweep_ended(self, home: _Home) -> None:
+    async def _sweep_ended(self, home: Home) -> None:
         """Once per lease and model: ranks that no one renews leave the table."""
         now_s = self._clock()
         lease_s = self._connection.settings.lease_s
@@ -272,7 +258,7 @@ class RedisIndexWriter:
 
     # Writing.
 
-    async def _begin(self, part: RankUpdate, model: str) -> _Home:
+    async def _begin(self, part: RankUpdate, model: str) -> Home:
         """Take the rank out of sight and empty it."""
         home = await self._home(part.rank, model)
         if part.epoch < home.epoch:
@@ -283,12 +269,13 @@ class RedisIndexWriter:
         return home
 
     async def _write(
-        self, rank: RankId, home: _Home, step: str, update: RankUpdate, program: Program
+        self, rank: RankId, home: Home, step: str, update: RankUpdate, program: Program
     ) -> None:
         """Run the apply script; what is known of the rank follows only if it was applied."""
-        entry = self._entry(rank, update.epoch, program.groups)
-        is_described = step in {"open", "end", "trust"} or program.groups != home.groups
         is_visible = step in {"open", "next", "end", "trust"}
+        is_described = is_visible and (step != "next" or program.groups != home.groups)
+        entry = self._entry(rank, update.epoch, program.groups) if is_described else None
+        description = encode_entry(entry) if entry else b""
         seq = str(update.seq).encode() if is_visible else step.encode()
         home.is_whole = False
         answer = await self._run(
@@ -303,7 +290,7 @@ class RedisIndexWriter:
                 *self._kept(home, step, update),
                 self._lease_ms,
                 home.keys.digest,
-                encode_entry(entry) if is_described and is_visible else b"",
+                description,
                 ROW_BYTES,
                 program.encode(),
                 *program.blobs,
@@ -311,10 +298,11 @@ class RedisIndexWriter:
         )
         self._check(answer, rank, home)
         home.epoch, home.seq, home.groups = update.epoch, seq, program.groups
-        home.trust = entry.trust
         home.is_whole = is_visible
+        if entry:
+            home.trust, home.description = entry.trust, description
 
-    def _kept(self, home: _Home, step: str, update: RankUpdate) -> Sequence[Part]:
+    def _kept(self, home: Home, step: str, update: RankUpdate) -> Sequence[Part]:
         """Digest and facts of the last batch; a change of trust keeps them."""
         if step != "trust":
             facts = msgspec.msgpack.encode(update.facts or _NO_FACTS)
@@ -331,7 +319,7 @@ class RedisIndexWriter:
             groups=tuple(groups[number] for number in sorted(groups)),
         )
 
-    async def _read(self, home: _Home) -> RankRecord:
+    async def _read(self, home: Home) -> RankRecord:
         digest, facts = home.record
         rows = {}
         for group in home.groups:
@@ -354,7 +342,7 @@ class RedisIndexWriter:
         timeout_s = self._connection.settings.write_timeout_s
         return await self._connection.run(script, PackedKeys(keys), parts, timeout_s=timeout_s)
 
-    def _check(self, answer: object, rank: RankId, home: _Home) -> None:
+    def _check(self, answer: object, rank: RankId, home: Home) -> None:
         """Raise what the fence said."""
         if answer == b"ok":
             return

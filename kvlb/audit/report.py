@@ -19,6 +19,10 @@ class Verdict(StrEnum):
     NOT_COMPARABLE = "not_comparable"
 
 
+CONVENTIONS = frozenset({"no_cache_read", "later_child", "remote_load"})
+"""Causes that lie in what an engine reports; the index was not wrong."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One request."""
 
@@ -37,6 +41,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Why an explained prediction differs."""
     reason: str | None = None
     """Why it is not comparable."""
+
+    @property
+    def is_compared(self) -> bool:
+        return self.verdict is not Verdict.NOT_COMPARABLE
+
+    @property
+    def error_tokens(self) -> int:
+        """Predicted less reported: above 0 is credit for what wasn't there."""
+        if not self.is_compared or self.rule in CONVENTIONS:
+            return 0
+        return (self.predicted or 0) - (self.reported or 0)
+
+    @property
+    def is_over(self) -> bool:
+        return self.error_tokens > 0
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +77,12 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     unexplained: int
     not_comparable: dict[str, int]
     phases: dict[str, Tally]
+    over: int
+    """Requests credited with tokens that weren't cached."""
+    over_tokens: int
+    under: int
+    """Requests that found more than was predicted."""
+    under_tokens: int
     events: dict[str, int]
     """Batches applied, and what of the stream was not, by reason."""
     rows: list[Row]
@@ -79,6 +104,8 @@ def build_report(rows: list[Row], events: Mapping[str, int]) -> AuditReport:
     for row in rows:
         phases.setdefault(row.phase, []).append(row)
     total = _tally(rows)
+    errors = [row.error_tokens for row in rows]
+    over, under = [e for e in errors if e > 0], [-e for e in errors if e < 0]
     return AuditReport(
         requests=total.requests,
         exact=total.exact,
@@ -86,6 +113,10 @@ def build_report(rows: list[Row], events: Mapping[str, int]) -> AuditReport:
         unexplained=total.unexplained,
         not_comparable=total.not_comparable,
         phases={phase: _tally(of_phase) for phase, of_phase in phases.items()},
+        over=len(over),
+        over_tokens=sum(over),
+        under=len(under),
+        under_tokens=sum(under),
         events=dict(events),
         rows=rows,
     )
@@ -127,7 +158,8 @@ def render_table(report: AuditReport) -> Group:
         counts.add_section()
         counts.add_row(*_cells("all", report))
     unexplained = [row for row in report.rows if row.verdict is Verdict.UNEXPLAINED]
-    return Group(counts, *([_differences(unexplained)] if unexplained else []), _events(report))
+    differences = [_differences(unexplained)] if unexplained else []
+    return Group(counts, *differences, _errors(report), _events(report))
 
 
 def _cells(name: str, tally: Tally | AuditReport) -> tuple[str, ...]:
@@ -158,6 +190,14 @@ def _differences(rows: Iterable[Row]) -> Table:
     return table
 
 
+def _errors(report: AuditReport) -> str:
+    share = f" ({report.over / report.requests:.1%})" if report.requests else ""
+    return (
+        f"Predicted too much: {report.over} requests{share}, {report.over_tokens} tokens; "
+        f"too little: {report.under} requests, {report.under_tokens} tokens"
+    )
+
+
 def _events(report: AuditReport) -> str:
     counts = (f"{count} {name.replace('_', ' ')}" for name, count in report.events.items())
-    return "Events: " + ", ".join(counts)
+    return "Events: " + (", ".join(counts) or "-")

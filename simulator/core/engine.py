@@ -35,7 +35,7 @@ from simulator.core.transfer import (
     TransferDirectory,
     render_transfer_params,
 )
-from simulator.core.types import EngineRequest, FinishReason, StepResult, TokenOutput
+from simulator.core.types import EngineRequest, FinishReason, KvEvent, StepResult, TokenOutput
 
 # Not in 0.16, in 0.32; the release between them is a guess.
 _FIRST_RELEASE_REUSING_EMPTY_BLOCKS = (0, 20, 0)
@@ -145,10 +145,14 @@ class EngineCore:
         return StepResult(
             duration_s=duration_s,
             outputs=outputs,
-            events=self._pool.take_events() if self._settings.events else [],
+            events=self._published(self._pool.take_events()),
             scheduled_tokens=self._settings.max_num_batched_tokens - step.budget_tokens,
             wake_s=None if step.scheduled else self._next_wake_s(),
         )
+
+    def _published(self, events: list[KvEvent]) -> list[KvEvent]:
+        is_published = self._settings.events and self._settings.prefix_caching
+        return events if is_published else []
 
     def _schedule_running(self, step: _Step) -> bool:
         """Schedule the running requests; False if one had to give way, so none may be admitted."""
@@ -192,7 +196,8 @@ class EngineCore:
     def _admit(self, live: LiveRequest, step: _Step) -> bool:
         """Start computing a waiting request, unless there are too few blocks."""
         hit: list[int] = []
-        if not live.is_loaded and live.request.reads_cache:
+        reads_cache = live.request.reads_cache and self._settings.prefix_caching
+        if reads_cache and not live.is_loaded:
             hit = self._cache.find_prefix(live)
         hit_tokens = len(hit) * self._settings.block_size
         computed = live.computed + hit_tokens

@@ -83,6 +83,6 @@ class LiveRequest:
             keys = self.extra_keys(index)
             if keys is not None:
                 # The length keeps a salt from passing for tokens, or two keys for one.
-                digest.update(repr(keys).encode())
+                digest.update(repr((keys, self.request.lora_hashed)).encode())
             parent = digest.digest()
             self.hashes.append(parent)

@@ -57,6 +57,23 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replay: bool = True
     topic: str = "kv-events"
     buffer_steps: int = 10_000
+    prefix_caching: bool = True
+    """Without it nothing is looked up, and there is nothing to publish."""
+    prompt_tokens_details: bool = True
+    """`--enable-prompt-tokens-details`: answers say how many tokens were cached."""
+    hash_algorithm: Literal["sha256", "xxhash"] = "sha256"
+    """Only its name and its seed: xxhash is random per process in every release unless fixed."""
+    kv_offloading: bool = False
+    """Says that it has an offload tier; nothing is offloaded."""
+    events_host: str = "*"
+    """Host of the configured event endpoint. Another one than `*` makes the publisher connect."""
+    replay_distance: int | None = None
+    """Replay port minus event port; None: far away. With ranks it can be too small: the rank that
+    finds its port taken publishes nothing (vLLM would not start)."""
+    side_channel_host: str | None = None
+    """`VLLM_NIXL_SIDE_CHANNEL_HOST`; another one than its own makes it unreachable for others."""
+    keep_alive_s: int = 5
+    """`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`."""
 
     def __post_init__(self) -> None:
         parse_version(self.version)
@@ -100,4 +117,5 @@ _POSITIVE = (
     "kv_lease_s",
     "dp_size",
     "buffer_steps",
+    "keep_alive_s",
 )

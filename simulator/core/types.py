@@ -42,6 +42,8 @@ class EngineRequest:
     stop_token_ids: frozenset[int] = frozenset()
     lora_name: str | None = None
     lora_id: int | None = None
+    lora_hashed: str | None = None
+    """What of the adapter, beside its name, goes into block hashes and into no event."""
     cache_salt: str | None = None
     session_id: str | None = None
     reads_cache: bool = True

@@ -8,7 +8,8 @@ to 0.10.1) or, from 0.10.2 on request, the digest itself.
 Cost: linear in the size of the batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import msgspec
@@ -60,6 +61,20 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oddities:
+    """What no release does, and a consumer has to survive."""
+
+    has_bad_event: bool = False
+    has_contradictions: bool = False
+    mixes_hash_forms: bool = False
+    copies_medium: str | None = None
+
+
+_NONE_OF_IT = Oddities()
+_LIKELY_UNUSED_HASHES = (0xBAD_1, 0xBAD_2)
+
+
 class EventEncoder:
     """Encodes batches for one release."""
 
@@ -69,12 +84,64 @@ class EventEncoder:
         self._is_signed = release < _FIRST_RELEASE_WITH_UNSIGNED
         self._encoder = msgspec.msgpack.Encoder()
 
-    def encode_batch(self, events: Iterable[KvEvent], *, unix_s: float, rank: int) -> bytes:
+    def encode_batch(
+        self,
+        events: Iterable[KvEvent],
+        *,
+        unix_s: float,
+        rank: int,
+        oddities: Oddities = _NONE_OF_IT,
+    ) -> bytes:
         """Return the payload frame of one batch."""
-        batch: list[object] = [unix_s, [self._render(event) for event in events]]
+        rendered = [each for event in events for each in self._render_oddly(event, oddities)]
+        if oddities.has_bad_event:
+            rendered.insert(len(rendered) // 2, self._render_bad_event())
+        if oddities.has_contradictions:
+            rendered += self._render_contradictions()
+        batch: list[object] = [unix_s, rendered]
         if self._release >= _FIRST_RELEASE_WITH_RANK:
             batch.append(rank)
         return self._encoder.encode(batch)
+
+    def _render_oddly(self, event: KvEvent, oddities: Oddities) -> Iterator[object]:
+        if oddities.mixes_hash_forms and isinstance(event, BlockRemoved):
+            yield {"type": "BlockRemoved", "block_hashes": [event.hash], "medium": _MEDIUM}
+            return
+        yield self._render(event)
+        if oddities.copies_medium is not None and isinstance(event, BlockStored):
+            for block_hash in event.hashes:
+                yield {
+                    "type": "BlockStored",
+                    "block_hashes": [self._render_hash(block_hash)],
+                    "parent_block_hash": None,
+                    "token_ids": [],
+                    "block_size": 0,
+                    "lora_id": None,
+                    "medium": oddities.copies_medium,
+                    "lora_name": None,
+                }
+
+    def _render_bad_event(self) -> object:
+        if self._release >= _FIRST_RELEASE_WITH_MAPS:
+            return {"type": "BlockStored", "block_hashes": "seven"}
+        return ["BlockStored", "seven", None, [], 16, None]
+
+    def _render_contradictions(self) -> list[object]:
+        first, second = _LIKELY_UNUSED_HASHES
+        told = [([first, first], None, 32), ([second], second, 16), ([], None, 0)]
+        return [
+            {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": parent,
+                "token_ids": list(range(tokens)),
+                "block_size": 16,
+                "lora_id": None,
+                "medium": _MEDIUM,
+                "lora_name": None,
+            }
+            for hashes, parent, tokens in told
+        ]
 
     def _render(self, event: KvEvent) -> object:
         if self._release >= _FIRST_RELEASE_WITH_MAPS:

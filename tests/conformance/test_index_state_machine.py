@@ -89,7 +89,7 @@ class KeptRows:
                 self.rows = {group: {} for group in self.groups}
         for each in update.rows:
             rows = self.rows[each.group]
-            rows.update({row.engine_hash: row for row in each.written})
+            rows.update({row.engine_hash: row for row in each.rows()})
             for gone in each.gone:
                 rows.pop(gone, None)
         self.facts = update.facts or self.facts
@@ -102,7 +102,7 @@ def contents(blocks: RankBlocks) -> set[tuple[int, BlockRow | None, Tier | None,
     keys = [change for part in parts for change in part.changes if isinstance(change, BlocksHeld)]
     rows = [each for part in parts for each in part.rows]
     return {(held.group, None, held.tier, key) for held in keys for key in held.keys} | {
-        (each.group, row, None, 0) for each in rows for row in each.written
+        (each.group, row, None, 0) for each in rows for row in each.rows()
     }
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.core.addresses import parse_instance_id
+from indexer.core.addresses import parse_instance_id, split_address, without_loopback_names
+from indexer.core.types import InstanceId
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,25 @@ def test_normalising_twice_changes_nothing(host: str, port: int) -> None:
     once = parse_instance_id(f"http://{host}:{port}")
 
     assert parse_instance_id(once) == once
+
+
+def test_credentials_are_no_part_of_any_address() -> None:
+    """Callers that have nothing better to say leave it to this."""
+    with pytest.raises(ValueError, match="no credentials"):
+        split_address("redis://:hunter2@host")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:8000", "http://127.0.0.1:8000", "http://[::1]:8000"]
+)
+def test_usual_names_of_this_machine_are_one(url: str) -> None:
+    """They can be told without asking a name server."""
+    assert without_loopback_names(InstanceId(url)) == "http://localhost:8000"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.11:80", "http://localhost.lan:80", "http://[::11]:80"]
+)
+def test_other_names_stay(url: str) -> None:
+    """Only whole names are replaced."""
+    assert without_loopback_names(InstanceId(url)) == url

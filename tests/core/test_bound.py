@@ -38,7 +38,7 @@ class BoundedRank:
             elif isinstance(change, BlocksDropped):
                 self.shown -= {(change.group, change.tier, key) for key in change.keys}
         for each in update.rows:
-            self.rows |= {(each.group, row.engine_hash) for row in each.written}
+            self.rows |= {(each.group, row.engine_hash) for row in each.rows()}
             self.rows -= {(each.group, gone) for gone in each.gone}
 
     @property
@@ -63,7 +63,7 @@ def stored(name: int, *, blocks: int = 1, after: int | None = None, **more: obje
 def held(rank: BoundedRank) -> set[int]:
     """Names of the blocks in full groups that have rows with copies."""
     parts = rank.blocks.snapshot(0, 0)
-    rows = (row for part in parts for group in part.rows for row in group.written)
+    rows = (row for part in parts for group in part.rows for row in group.rows())
     return {row.engine_hash for row in rows if any(row.copies)}
 
 
@@ -203,7 +203,7 @@ def test_whatever_comes_the_bound_holds(most: int, batches: Sequence[Sequence[Ev
 
 def hashes_of(rank: BoundedRank) -> int:
     parts = rank.blocks.snapshot(0, 0)
-    rows = (row for part in parts for group in part.rows for row in group.written)
+    rows = (row for part in parts for group in part.rows for row in group.rows())
     return sum(copies > 0 for row in rows for copies in row.copies)
 
 

@@ -183,6 +183,44 @@ def test_all_full_is_not_nobody_there(ledger: LocalLedger) -> None:
     assert source.load_answering([instance("b")], NO_ONE)
 
 
+def by_tier(**tokens: int) -> PrefixMatch:
+    return PrefixMatch(
+        tokens_by_tier={Tier(tier): each for tier, each in tokens.items()},
+        block_size=16,
+        trust=Trust.EXACT,
+        epoch=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("matches", "overlap_tokens", "loading_tokens"),
+    [
+        pytest.param([by_tier(gpu=64)], 64, 0, id="gpu"),
+        pytest.param([by_tier(cpu=64)], 64, 16, id="cpu"),
+        pytest.param([by_tier(gpu=32, cpu=32, storage=64)], 128, 40, id="all-three"),
+        pytest.param([by_tier(gpu=32, cpu=32), by_tier(cpu=16)], 80, 12, id="two-prompts"),
+    ],
+)
+def test_slower_tiers_are_held_and_have_to_be_loaded(
+    ledger: LocalLedger,
+    matches: list[PrefixMatch],
+    overlap_tokens: int,
+    loading_tokens: float,
+) -> None:
+    """With weights of three quarters and a half."""
+    held = PromptMatches(
+        prompts=tuple(prompt(200) for _ in matches),
+        by_rank=tuple({rank("a"): each} for each in matches),
+        block_sizes={rank("a"): 16},
+        tier_weights={Tier.CPU: 0.75, Tier.STORAGE: 0.5},
+    )
+
+    candidate = held.candidate(rank("a"), instance("a"), ledger)
+
+    assert (candidate.overlap_tokens, candidate.loading_tokens) == (overlap_tokens, loading_tokens)
+    assert sum(candidate.tokens_by_tier.values()) == overlap_tokens
+
+
 def test_predicted_blocks_continue_what_is_held(ledger: LocalLedger) -> None:
     """32 tokens by events, the rest on its way, but never the last token."""
     asked = prompt(64)

@@ -12,7 +12,7 @@ URL = "http://10.0.0.1:8000"
 
 def test_address_is_checked_when_decoded() -> None:
     """A bad address is refused with its key."""
-    with pytest.raises(ConfigError, match=r"^`instances\[1\]`: 'host' has no scheme"):
+    with pytest.raises(ConfigError, match=r"^`instances\[1\].url`: 'host' has no scheme"):
         decode_settings([{"url": URL}, {"url": "host"}], list[InstanceSettings], where="instances")
 
 

@@ -25,6 +25,7 @@ def loaded(
     *,
     overlap_tokens: int = 0,
     predicted_tokens: int = 0,
+    loading_tokens: float = 0.0,
     role: Role = Role.MIXED,
     remote_s: float | None = None,
 ) -> LoadedCandidate:
@@ -35,6 +36,7 @@ def loaded(
             instance=instance,
             overlap_tokens=overlap_tokens,
             predicted_tokens=predicted_tokens,
+            loading_tokens=loading_tokens,
         ),
         load=load,
         remote_s=remote_s,
@@ -138,6 +140,16 @@ def test_a_remote_prefill_replaces_the_work_here() -> None:
             "recent": 0,
         }
     )
+
+
+def test_loading_from_a_slower_tier_takes_its_time_and_nobody_elses() -> None:
+    """Between computing it anew and having it on the GPU; nothing else changes."""
+    load = RankLoad(requests=2, decoding=2, rates=RATES)
+    on_gpu = estimate(loaded(load, overlap_tokens=600))
+    on_cpu = estimate(loaded(load, overlap_tokens=600, loading_tokens=60))
+
+    assert on_cpu.terms == {**on_gpu.terms, "loading": 0.06}
+    assert on_gpu.cost_s < on_cpu.cost_s < estimate(loaded(load)).cost_s
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(1, 0), (11, 10), (5000, 100)])

@@ -136,6 +136,7 @@ def test_every_field_of_a_late_release_is_read() -> None:
             group=1,
             kind="sliding_window",
             window_tokens=128,
+            lora_id=1,
         )
     ]
 
@@ -215,6 +216,26 @@ def test_adapter_is_its_name_else_its_number(
     event = only_event(encode(stored_map(lora_name=name, lora_id=number)))
 
     assert event.lora == lora
+
+
+@pytest.mark.parametrize(
+    ("medium", "is_store_only"),
+    [("cpu", True), ("CPU", False), ("GPU", False), (None, False)],
+)
+def test_medium_in_lower_case_tells_of_stores_only(medium: str | None, is_store_only: bool) -> None:
+    """LMCache and Mooncake never report a removal; engines write their mediums in capitals."""
+    sent = {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 0,
+        "medium": medium,
+    }
+
+    (event,) = decode_batch(encode(sent)).events
+    assert isinstance(event, BlockStored)
+    assert event.is_store_only is is_store_only
 
 
 def test_unknown_fields_are_ignored() -> None:

@@ -13,7 +13,7 @@ from balancer.core.fleet import Instance, Role
 from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.request import PromptView
-from indexer.core.types import InstanceId, RankId, Trust
+from indexer.core.types import InstanceId, RankId, Tier, Trust
 
 
 def choice(alias: str, cost_s: float, *, rank: int = 0, ranks: int = 1, **terms: float) -> Choice:
@@ -29,6 +29,7 @@ def choice(alias: str, cost_s: float, *, rank: int = 0, ranks: int = 1, **terms:
         instance=instance,
         overlap_tokens=16,
         predicted_tokens=32,
+        tokens_by_tier={Tier.GPU: 12, Tier.CPU: 4},
         trust=Trust.EXACT,
         block_size=16,
     )
@@ -82,6 +83,7 @@ def test_plan_shows_every_candidate_with_its_terms() -> None:
         "rank": 0,
         "overlap_tokens": 16,
         "predicted_tokens": 32,
+        "tokens_by_tier": {"gpu": 12, "cpu": 4},
         "trust": "exact",
         "block_size": 16,
         "cost": 0.4,

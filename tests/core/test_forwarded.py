@@ -29,6 +29,8 @@ TYPED = b"Content-Disposition: form-data; name=model\r\nContent-Type: text/plain
         pytest.param(b"application/json", b"{}", "", id="json-without"),
         pytest.param(b"application/json", b'{"model":null}', "", id="json-null"),
         pytest.param(b"application/json", b'{"model":42}', 42, id="json-number"),
+        pytest.param(b"application/json", b'\xef\xbb\xbf{"model":"m"}', "m", id="byte-order-mark"),
+        pytest.param(b"application/json", b'{"model":"m","input":"\\ud800"}', "m", id="surrogate"),
         pytest.param(b"application/json", b"{", None, id="malformed"),
         pytest.param(b"application/json", b"[]", None, id="no-object"),
         pytest.param(b"application/octet-stream", b'{"model":"m"}', None, id="binary"),

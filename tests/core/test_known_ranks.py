@@ -49,6 +49,17 @@ def test_stranger_is_counted_and_not_remembered() -> None:
     assert not known.trusts
 
 
+def test_facts_are_what_the_last_answers_told() -> None:
+    """For `/status` of a balancer that has no indexer to ask."""
+    known = KnownRanks()
+    known.learn(BOTH, {A: match(3), B: match(1, None, Trust.DEGRADED)})
+
+    assert known.facts() == {
+        A: {"trust": "exact", "epoch": 3, "block_size": 16},
+        B: {"trust": "degraded", "epoch": 1, "block_size": None},
+    }
+
+
 @given(st.lists(st.integers(1, 3)))
 def test_restarts_are_the_changes_of_the_epoch(epochs: list[int]) -> None:
     """As many as neighbours that differ."""

@@ -54,7 +54,7 @@ class Rank:
             elif not isinstance(change, BlocksHeld | BlocksDropped):
                 self.rows = {group: {} for group in self.specs}
         for each in update.rows:
-            self.rows[each.group].update({row.engine_hash: row for row in each.written})
+            self.rows[each.group].update({row.engine_hash: row for row in each.rows()})
             for gone in each.gone:
                 self.rows[each.group].pop(gone, None)
         assert update.facts is not None
@@ -82,7 +82,7 @@ def test_row_names_key_parent_and_copies() -> None:
     first, second = keys_of(1, 2)
     (rows,) = update.rows
     assert (rows.group, list(rows.gone), update.digest) == (0, [], 7)
-    assert set(rows.written) == {
+    assert set(rows.rows()) == {
         BlockRow(EngineHash(1), first, root, True, (2, 0, 0)),
         BlockRow(EngineHash(2), second, first, False, (1, 0, 0)),
     }
@@ -94,7 +94,7 @@ def test_untouched_blocks_have_no_new_rows() -> None:
     rank.apply(stored(1, 2, 3))
 
     assert rank.apply().rows == []
-    assert rank.apply(removed(3)).rows == [GroupRows(0, [], [EngineHash(3)])]
+    assert rank.apply(removed(3)).rows == [GroupRows(0, [], [EngineHash(3)], [])]
 
 
 def test_no_rows_without_a_journal() -> None:
@@ -211,7 +211,7 @@ def test_clear_and_a_new_description_leave_no_rows() -> None:
     rank.apply(stored(1, 2, tier=Tier.CPU))
 
     update = rank.apply(stored(3), AllBlocksCleared(), stored(4))
-    assert {row.engine_hash for each in update.rows for row in each.written} == {4}
+    assert {row.engine_hash for each in update.rows for row in each.rows()} == {4}
     tokens = list(range(2 * SIZE))
     rank.apply(BlockStored([EngineHash(9)], None, tokens, 2 * SIZE))
     assert set(rank.rows[0]) == {9}
@@ -277,7 +277,7 @@ def test_snapshot_tells_window_groups_too() -> None:
 
     parts = list(rank.blocks.snapshot(0, 0))
     assert BlocksHeld(1, Tier.GPU, keys_of(1)) in [each for part in parts for each in part.changes]
-    assert [(each.group, len(each.written)) for part in parts for each in part.rows] == [
+    assert [(each.group, len(list(each.rows()))) for part in parts for each in part.rows] == [
         (0, 1),
         (1, 1),
     ]
@@ -295,7 +295,7 @@ def test_snapshot_is_the_whole_rank_in_parts() -> None:
         BlocksHeld(0, Tier.GPU, keys_of(1)),
         BlocksHeld(0, Tier.CPU, keys_of(1)),
     ]
-    rows = [each.written for part in parts for each in part.rows]
+    rows = [list(each.rows()) for part in parts for each in part.rows]
     assert [len(each) for each in rows] == [2, 1]
     assert {row for each in rows for row in each} == set(rank.rows[0].values())
     assert {(part.seq, part.digest, part.epoch) for part in parts} == {(5, 7, 1)}

@@ -78,6 +78,12 @@ def test_orphan_that_had_to_leave_costs_exactness() -> None:
             stored(7, kind="sliding_window", group=1, token_ids=list(range(16))), id="masked-window"
         ),
         pytest.param(stored(7, block_size=256, tier=Tier.CPU), id="connector-chunk"),
+        pytest.param(
+            stored(7, block_size=6, tier=Tier.CPU, is_store_only=True), id="chunk-of-odd-length"
+        ),
+        pytest.param(
+            stored(7, parent=90, tier=Tier.CPU, is_store_only=True), id="chunk-of-an-untold-parent"
+        ),
         pytest.param(stored(7, block_size=2), id="partial-entry"),
         pytest.param(stored(7, parent=90), id="orphan"),
         pytest.param(AllBlocksCleared(), id="clear"),
@@ -102,6 +108,9 @@ def test_every_reason_of_the_rank_is_weighed() -> None:
         "orphan_parked",
         "unknown_placeholder",
         "unknown_removal",
+        "ended_adapter",
+        "odd_chunk",
+        "unknown_chunk_parent",
     }
 
 

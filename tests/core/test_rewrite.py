@@ -103,7 +103,7 @@ def test_encoding_keeps_values(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"null", b'"x"', b'{"a":"\xff"}', b"[" * 5000, b"\xef\xbb\xbf{}"]
+    "raw", [b"", b"{", b"[]", b"null", b'"x"', b'{"a":"\xff"}', b"[" * 5000, b"\xef\xbb\xbf{"]
 )
 def test_what_is_no_object_is_refused_without_quoting_it(raw: bytes) -> None:
     """The message says where, never what."""
@@ -166,4 +166,55 @@ def test_request_id_that_names_engines_goes() -> None:
 @given(bodies)
 def test_an_object_is_decoded_as_it_is(body: dict[str, Any]) -> None:
     """Every JSON object is a body."""
-    assert decode_body(json.dumps(body, allow_nan=False).encode()) == json.loads(json.dumps(body))
+    decoded = decode_body(json.dumps(body, allow_nan=False).encode())
+
+    assert decoded.value == json.loads(json.dumps(body))
+
+
+PLAIN = '{"prompt":"\u00e9","stream":true}'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32", "utf-32-be"])
+def test_what_engines_read_as_json_is_read(encoding: str) -> None:
+    """Python's parser, and so an engine, takes more than UTF-8."""
+    decoded = decode_body(PLAIN.encode(encoding))
+
+    assert decoded.value == {"prompt": "\u00e9", "stream": True}
+    assert decoded.is_unicode
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
+def test_usage_is_asked_for_in_every_encoding(encoding: str) -> None:
+    """What is sent can be read by the engine, too."""
+    body = decode_body(PLAIN.encode(encoding)).value
+
+    sent = splice_usage(body, PLAIN.encode(encoding))
+
+    assert json.loads(sent) == {**body, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("raw", [b'{"a":"x\\ud800"}', b'{"a":"x\xed\xa0\x80"}'])
+def test_lone_surrogate_is_kept_and_told(raw: bytes) -> None:
+    """Engines take it; a body that has to be written anew holds it as an escape."""
+    decoded = decode_body(raw)
+
+    assert not decoded.is_unicode
+    assert json.loads(encode_body(decoded.value)) == {"a": "x\ud800"}
+
+
+def test_numbers_that_are_none_are_read() -> None:
+    """Written anew they are null, the nearest that JSON has."""
+    decoded = decode_body(b'{"a":NaN,"b":-Infinity,"c":1e999}')
+
+    assert decoded.is_unicode
+    assert json.loads(encode_body(decoded.value)) == {"a": None, "b": None, "c": None}
+
+
+def test_deep_nesting_is_refused() -> None:
+    """By either parser."""
+    deep = b"[" * 100_000
+
+    with pytest.raises(BadRequestError, match="not valid JSON"):
+        decode_body(deep)
+    with pytest.raises(BadRequestError, match="not valid JSON"):
+        decode_body(b"\xef\xbb\xbf" + deep)

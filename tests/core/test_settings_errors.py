@@ -35,6 +35,23 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     maybe: Inner | None = None
 
 
+class Ranged(msgspec.Struct, frozen=True):
+    """Checks itself."""
+
+    low: int = 0
+    high: int = 1
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError("low: must not exceed `high`")
+
+
+def test_a_structs_own_check_names_the_field() -> None:
+    """The decoder knows the struct only."""
+    with pytest.raises(ConfigError, match=r"^`range\.low`: must not exceed `high`$"):
+        decode_settings({"low": 2}, Ranged, where="range")
+
+
 def test_valid_settings_are_decoded() -> None:
     """What is written is what comes out, defaults included."""
     data = {"routing": {"policy": "session"}, "by_name": {"a": {}}, "many": [{}]}

@@ -48,7 +48,7 @@ def applied(batches: Sequence[EventBatch]) -> tuple[list[BlockRow], dict[str, in
     for each in batches:
         blocks.apply(0, each)
     parts = list(blocks.snapshot(0, 0))
-    rows = [row for part in parts for group in part.rows for row in group.written]
+    rows = [row for part in parts for group in part.rows for row in group.rows()]
     return sorted(rows), dict(blocks.counts)
 
 

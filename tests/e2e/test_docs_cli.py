@@ -24,6 +24,7 @@ READY = {
     "balancer": "listens on",
     "simulate": "Balance over them",
     "events": "following",
+    "record": "recording what comes to",
 }
 ENGINE_PORTS = 12
 """8101 to 8112: four engines with events and replay."""

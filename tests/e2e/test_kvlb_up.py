@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -233,3 +234,40 @@ async def test_events_show_a_gap_and_its_repair(start_command: StartCommand) -> 
     assert code == 0
     for word in ("stored", "gap 1..1", "replay 1..", "repaired 1..1", "32 tokens", "replayed"):
         assert word in command.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up", "--port", "0"),
+        ("balancer", "--port", "0", "--redis", "redis://127.0.0.1:9"),
+        ("indexer", "--status-port", "0", "--redis", "redis://127.0.0.1:9"),
+    ],
+    ids=lambda command: command[0],
+)
+async def test_hangup_without_a_file_changes_nothing(
+    start_command: StartCommand, command: tuple[str, ...]
+) -> None:
+    """There is nothing to reload, and that is no reason to end."""
+    async with start_command(*command, "--instance", "http://127.0.0.1:9") as running:
+        url = re.findall(r"http://\S+", await running.printed("listens on"))[0]
+        running.process.send_signal(signal.SIGHUP)
+        line = await running.printed("nothing_to_reload")
+        async with httpx.AsyncClient(trust_env=False) as http:
+            answer = await http.get(f"{url}/health")
+
+        assert "--config" in line
+        assert answer.status_code == 200
+        assert await running.stop() == 0
+
+
+async def test_hangup_with_a_file_reloads_it(start_command: StartCommand, tmp_path: Path) -> None:
+    """The watch over the file takes over from what guards the start."""
+    file = tmp_path / "kvlb.yaml"
+    file.write_text("instances: [{url: 'http://127.0.0.1:9'}]")
+    async with start_command("up", "--port", "0", "--config", str(file)) as running:
+        await running.printed("listens on")
+        running.process.send_signal(signal.SIGHUP)
+
+        assert "sighup" in await running.printed("reloaded")
+        assert await running.stop() == 0

@@ -274,7 +274,7 @@ async def test_two_indexers_count_once(
         for prompt in prompts:
             await stack.complete(prompt)
         before = await stack.settled(prompts)
-        async with stack.indexing("--status-port", str(second_port)):
+        async with stack.indexing("--status-port", str(second_port)) as later:
             await stack.all_exact(second)
             with_two = await stack.settled(prompts)
             newer = recorded_prompts(PROMPTS)[-1]
@@ -290,9 +290,20 @@ async def test_two_indexers_count_once(
                 body = {"model": "sim", "prompt": [1, 2, 3], "max_tokens": 1}
                 await stack.http.post(f"{engine}/v1/completions", json=body)
             await until(lambda: is_clear(stack, prompts))
+            spare = (await stack.http.get(f"{stack.indexer}/ready")).json()
+            assert await later.stop() == 0
+        await until(lambda: writes_again(stack), deadline_s=20)  # the lease is 120 s
+        await stack.complete(newer)
+        await until(lambda: holds(stack, newer))
 
+    assert spare == {"status": "standing_by"}
     assert with_two == before
     assert entries == held
+
+
+async def writes_again(stack: Stack) -> bool:
+    """The first indexer has taken every rank back."""
+    return not any(each["is_standing_by"] for each in await stack.ranks())
 
 
 async def stands_by(stack: Stack) -> bool:

@@ -62,6 +62,20 @@ def test_wheel_holds_the_packages_and_no_tests(wheel: Path) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
 
 
+def test_configuration_is_explained_without_the_clone(site: Path, tmp_path: Path) -> None:
+    """Template and source are in the wheel: an operator has no other."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "kvlb", "config", "reference"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site), "PYTHONIOENCODING": "utf-8"},
+        check=True,
+        capture_output=True,
+        timeout=60,
+    ).stdout.decode()
+
+    assert printed == (ROOT / "docs" / "configuration.md").read_text("utf-8")
+
+
 def test_installed_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
     """Not from the clone that happens to be importable, too."""
     program = "import json, balancer, indexer, kvlb, simulator; print(json.dumps([m.__file__ for m in (balancer, indexer, kvlb, simulator)]))"

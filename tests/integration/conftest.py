@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,11 @@ from fastapi import FastAPI, Response
 from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.index import BlockIndex
 from indexer.memory_index import MemoryIndex
+from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.service import IndexerService
+from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
+from simulator.core.settings import EngineSettings
 
 END = b"\xff" * 8
 
@@ -185,9 +189,43 @@ def publishing() -> Publishing:
     return run
 
 
+BOTH_BACKENDS = {
+    "test_block_kinds",
+    "test_event_faults",
+    "test_indexer_chaos",
+    "test_indexer_streams",
+    "test_indexer_trust",
+}
+"""Modules whose indexers are run with the index in memory and with the one in Redis."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rpartition(".")[2] not in BOTH_BACKENDS:
+        return
+    if "indexing" in metafunc.fixturenames:
+        metafunc.parametrize("indexing", ["memory", "redis"], indirect=True)
+
+
+@asynccontextmanager
+async def _new_index(redis_server: Any) -> AsyncIterator[BlockIndex]:
+    """An empty one, in Redis if there is one."""
+    if redis_server is None:
+        yield MemoryIndex()
+        return
+    index = RedisIndex(RedisConnection(redis_server.settings()))
+    try:
+        yield index
+    finally:
+        await index.aclose()
+
+
 @pytest.fixture
-def indexing() -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService, BlockIndex]]]:
-    """Make an indexer that runs inside `async with`."""
+def indexing(
+    request: pytest.FixtureRequest,
+) -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService, BlockIndex]]]:
+    """Make an indexer that runs inside `async with`, on an index of its own unless one is given."""
+    backend = getattr(request, "param", "memory")
+    server = request.getfixturevalue("redis_server") if backend == "redis" else None
 
     @asynccontextmanager
     async def run(
@@ -202,8 +240,11 @@ def indexing() -> Callable[..., AbstractAsyncContextManager[tuple[IndexerService
                 **settings,
             }
         )
-        used = index or MemoryIndex()
-        async with httpx.AsyncClient() as http, asyncio.TaskGroup() as group:
+        async with (
+            nullcontext(index) if index else _new_index(server) as used,
+            httpx.AsyncClient() as http,
+            asyncio.TaskGroup() as group,
+        ):
             service = IndexerService(
                 config=config,
                 sources=sources,
@@ -283,3 +324,40 @@ def _engine_app(engine: EngineHttp) -> FastAPI:
 def unused_url() -> str:
     """An address where nobody listens."""
     return f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def engines_beside() -> Iterator[Callable[..., list[str]]]:
+    """Starts a simulated fleet in a thread and returns its `--instance` values.
+
+    For commands, which want the main thread: they run a loop of their own and take signals.
+    """
+    with ExitStack() as stack:
+
+        def start(spec: str = "1", engine: EngineSettings | None = None) -> list[str]:
+            options: list[str] = []
+            started, ended = threading.Event(), threading.Event()
+            settings = engine or EngineSettings(inter_token_ms=1.0)
+            thread = threading.Thread(
+                target=lambda: asyncio.run(_serve_beside(spec, settings, options, started, ended))
+            )
+            stack.callback(thread.join)
+            stack.callback(ended.set)
+            thread.start()
+            assert started.wait(10)
+            return options
+
+        yield start
+
+
+async def _serve_beside(
+    spec: str,
+    settings: EngineSettings,
+    options: list[str],
+    started: threading.Event,
+    ended: threading.Event,
+) -> None:
+    async with simulated_fleet(parse_fleet(spec), settings) as fleet:
+        options += map(instance_option, fleet.engines)
+        started.set()
+        await asyncio.to_thread(ended.wait)

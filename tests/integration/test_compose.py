@@ -160,6 +160,7 @@ def test_redis_keeps_the_index_and_evicts_nothing() -> None:
 
     assert options["--appendonly"] == "yes"
     assert options["--maxmemory-policy"] == "noeviction"
+    assert options["--lazyfree-lazy-expire"] == "yes"
     assert int(options["--maxmemory"].removesuffix("mb")) * 2**21 <= int(redis["mem_limit"])
     assert [each["target"] for each in redis["volumes"]] == ["/data"]
 
@@ -311,14 +312,3 @@ def test_image_is_built_from_what_the_wheel_holds() -> None:
 
     assert copied == {*packages, "requirements.txt", "pyproject.toml", "README.md", "LICENSE"}
     assert {line[1:] for line in ignored if line.startswith("!")} == copied
-
-
-def test_image_pins_every_dependency() -> None:
-    """requirements.txt names each dependency of pyproject.toml, and one version of it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    pinned = [line for line in lines if not line.startswith("#")]
-    names = {re.split(r"[<>=~!\[ ;]", each)[0] for each in project["project"]["dependencies"]}
-
-    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in pinned)
-    assert names <= {line.partition("==")[0] for line in pinned}

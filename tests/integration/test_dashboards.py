@@ -295,3 +295,52 @@ def test_recorded_ratio_is_used(recorded: str) -> None:
     users = [query.where for query in QUERIES if recorded in query.expr]
 
     assert users
+
+
+def test_trust_panel_tells_of_a_rank_that_is_not_connected(tmp_path: Path) -> None:
+    """An exact rank whose connection is gone isn't shown as exact."""
+    (panel,) = [each for each in panels(BOARDS["engines"]) if each["title"] == "Trust by rank"]
+    series = [
+        ('kvlb_rank_connected{instance="d0",rank="0"}', "1"),
+        ('kvlb_rank_trust{instance="d0",rank="0",trust="exact"}', "1"),
+        ('kvlb_rank_trust{instance="d0",rank="0",trust="degraded"}', "0"),
+        ('kvlb_rank_connected{instance="d1",rank="0"}', "0"),
+        ('kvlb_rank_trust{instance="d1",rank="0",trust="exact"}', "1"),
+    ]
+    told = [("d0", "exact"), ("d1", "not connected")]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": value} for name, value in series],
+        "promql_expr_test": [
+            {
+                "expr": panel["targets"][0]["expr"].replace("$instance", ".*"),
+                "eval_time": "0s",
+                "exp_samples": [
+                    {
+                        "labels": f'{{instance="{instance}", rank="0", trust="{trust}"}}',
+                        "value": 1,
+                    }
+                    for instance, trust in told
+                ],
+            }
+        ],
+    }
+    written = tmp_path / "test.yml"
+    written.write_text(yaml.safe_dump({"tests": [test]}))
+
+    run("promtool", "test", "rules", written)
+
+
+def test_table_of_answers_names_every_query() -> None:
+    """docs/dashboards.md shows what each of them gave; a new panel needs a new table."""
+    rows = re.findall(
+        r"^\| (\w+: .+) \((\w)\) \|", (ROOT / "docs/dashboards.md").read_text(), re.MULTILINE
+    )
+    asked = {
+        (f"{name}: {panel['title']}", target["refId"])
+        for name, board in BOARDS.items()
+        for panel in panels(board)
+        for target in panel["targets"]
+    }
+
+    assert set(rows) == asked

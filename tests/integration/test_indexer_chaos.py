@@ -100,9 +100,12 @@ async def test_killed_process_leaves_nothing_and_the_next_is_followed(
                             and (now.last_seq or 0) > 20 * life
                         ),
                     )
-                status = service.rank_status(R0)
-                epoch = status.epoch
-                assert await held(index, life) == status.last_seq + 1
+                before = service.rank_status(R0)
+                epoch = before.epoch
+                blocks = await held(index, life)
+                after = service.rank_status(R0)
+                # It goes on publishing, and a batch counts a moment before its number does.
+                assert before.last_seq < blocks <= after.last_seq + 2
                 assert await held(index, life - 1) == 0
 
 

@@ -1,5 +1,6 @@
 """Finding streams over HTTP, a fleet that changes, and what the indexer shows of itself."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -7,12 +8,14 @@ import msgspec
 import pytest
 from fastapi import HTTPException, Request
 from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
 
 from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, Prompt
 from indexer.core.types import InstanceId, RankId, Trust
 from indexer.memory_index import MemoryIndex
+from indexer.service import IndexerService
 from indexer.sources import InstanceRefusedError, InstanceUnreachableError, find_sources
 from indexer.status import IndexerCollector, indexer_status_app
 
@@ -391,6 +394,68 @@ async def test_new_key_does_not_start_an_instance_anew(
             assert service.status()[0].epoch_reason == "started"
             assert service.status()[0].counts.connections == 1
             assert await held(index, rank_of(engine)) is not None
+
+
+async def test_new_name_does_not_start_an_instance_anew(
+    engine_http: Any, publishing: Any, indexing: Any
+) -> None:
+    """Epoch, connection and blocks stay; status, metrics and log say the new name."""
+    async with engine_http() as engine, publishing() as publisher:
+        engine.sources = {"0": published(publisher)}
+        async with indexing(InstanceSource(url=engine.url, alias="old")) as (service, index):
+            registry = CollectorRegistry()
+            registry.register(IndexerCollector(service))
+            await publisher.subscribed()
+            publisher.publish(stored(1))
+            before = await service.caught_up(rank_of(engine), 0)
+            service.set_sources([InstanceSource(url=engine.url, alias="new")])
+            renamed = await service.until(rank_of(engine), lambda now: now.alias == "new")
+            with capture_logs() as log:
+                publisher.publish({"type": "NewInSomeRelease"})
+                await service.caught_up(rank_of(engine), 1)
+            metrics = generate_latest(registry).decode()
+
+            assert renamed.epoch == before.epoch
+            assert renamed.counts.connections == 1
+            assert await held(index, rank_of(engine)) == 1
+            assert [each.alias for each in service.instances()] == ["new"]
+            refused = [each for each in log if each["event"] == "events_rejected"]
+            assert [each["instance"] for each in refused] == ["new"]
+            assert 'instance="old"' not in metrics
+
+
+async def test_rank_found_while_its_instance_is_renamed_has_the_new_name(
+    publishing: Any, eventually: Any
+) -> None:
+    """The engine was asked under the old one."""
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        await may_answer.wait()
+        body = {"data": [{"id": "tiny", "root": "tiny", "parent": None}]}
+        return httpx.Response(200, json=body if request.url.path == "/v1/models" else sources)
+
+    async with (
+        publishing() as publisher,
+        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
+        asyncio.TaskGroup() as group,
+        asyncio.timeout(10),
+    ):
+        sources = {"0": published(publisher)}
+        old, new = (InstanceSource(url="http://127.0.0.1:1", alias=name) for name in ("old", "new"))
+        service = IndexerService(
+            config=IndexerConfig(), sources=[old], index=MemoryIndex(), http=http
+        )
+        running = group.create_task(service.run())
+        await asked.wait()
+        service.set_sources([new])
+        await eventually(lambda: service.instances()[0].alias == "new")
+        may_answer.set()
+        status = await service.until(RankId(old.instance, 0), lambda _: True)
+        running.cancel()
+
+    assert status.alias == "new"
 
 
 async def test_status_can_be_guarded(

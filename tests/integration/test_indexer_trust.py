@@ -159,7 +159,7 @@ async def test_what_engines_do_all_day_keeps_the_rank_exact(publishing: Any, ind
             stored(1),
             stored(2, parent=1, first=1),
             stored(77, **placeholder),
-            stored(88, block_size=256, token_ids=[*range(256)], medium="cpu"),
+            stored(88, block_size=256, token_ids=[*range(256)], medium="CPU"),
             stored(2, parent=1, **window),
             removed(99, medium="CPU"),
             stored(),

@@ -5,12 +5,16 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from indexer.core.types import RankId, Trust
 from kvlb import __main__ as entry
 from kvlb.cli import app
 from kvlb.demo.client import ask, open_client
@@ -21,14 +25,14 @@ from kvlb.errors import PeerError, SettingsError
 from kvlb.events_view import EventsOptions, _watch
 from kvlb.logs import configure_logs
 from kvlb.running import running_kvlb
-from kvlb.settings import Overrides, load_settings
+from kvlb.settings import Overrides, load_fleet, load_settings
 from kvlb.simulate import SimulationOptions, _simulate
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from kvlb.up import _up
 from simulator.core.settings import EngineSettings
 from simulator.workload import WorkloadShape
 
-COMMANDS = ("up", "simulate", "demo", "events", "explain", "audit")
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 CAPTURE = Path(__file__).parent.parent / "captures"
 SIMULATION = SimulationOptions(
     base_port=0, prefill_tokens_per_s=8000, inter_token_ms=1, drop_every=2
@@ -96,6 +100,17 @@ def test_deliberate_error_is_one_line_and_exit_2(
 
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("kvlb: ")
+
+
+@pytest.mark.parametrize("command", [["explain", "{}"], ["load"]], ids=["explain", "load"])
+def test_balancer_with_an_impossible_port_is_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it is asked: the client would take the port modulo 65536."""
+    with pytest.raises(SystemExit):
+        entry.main([*command, "--url", "http://127.0.0.1:99999"])
+
+    assert "write http://host:port" in capsys.readouterr().err
 
 
 async def until_printed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -238,3 +253,69 @@ def test_help_names_what_matters(command: str, says: tuple[str, ...]) -> None:
 
     for words in says:
         assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        pytest.param({"adapters": ("a", "a")}, "--adapter", id="twice"),
+        pytest.param({"adapters": ("sim",)}, "--adapter", id="the-model"),
+        pytest.param({"release": "newest"}, "not a release", id="release"),
+    ],
+)
+def test_engine_that_cannot_be_simulated_is_refused(changed: dict[str, Any], says: str) -> None:
+    """Before a port is taken."""
+    with pytest.raises(SettingsError, match=says):
+        replace(SIMULATION, **changed).engine()
+
+
+def test_simulated_engine_is_what_the_options_say() -> None:
+    """Every option reaches it."""
+    options = replace(
+        SIMULATION,
+        ranks=2,
+        block_size=32,
+        cache_blocks=64,
+        release="0.23.0",
+        adapters=("a",),
+        connector="nixl",
+    )
+
+    engine = options.engine()
+
+    assert (engine.dp_size, engine.block_size, engine.num_blocks) == (2, 32, 64)
+    assert (engine.version, engine.adapters, engine.kv_connector) == ("0.23.0", ("a",), "nixl")
+
+
+def test_simulated_defaults_are_the_engines() -> None:
+    """Those of the command line that speed doesn't decide."""
+    options = {each.name: each.default for each in COMMANDS["simulate"].params}
+
+    assert {name: options[name] for name in ("ranks", "block_size", "cache_blocks", "release")} == {
+        name: getattr(SIMULATION, name)
+        for name in ("ranks", "block_size", "cache_blocks", "release")
+    }
+
+
+@pytest.mark.parametrize("release", ["0.23.0", "0.33.0"])
+async def test_printed_line_reaches_every_rank_of_a_simulated_fleet(
+    release: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An older engine doesn't tell its sockets, so the line names them."""
+    options = replace(SIMULATION, ranks=2, release=release, connector="nixl")
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_simulate("2", options))
+        shown = await until_printed("kvlb events", capsys)
+        line = next(each for each in shown.splitlines() if each.startswith("kvlb up"))
+        settings = load_fleet(None, Overrides(instances=line.split()[3::2], port=0), {})
+        async with running_kvlb(settings) as kvlb:
+            async with asyncio.timeout(20):
+                for each in settings.instances:
+                    for rank in range(2):
+                        await kvlb.indexer.until(
+                            RankId(each.id, rank), lambda now: now.trust is Trust.EXACT
+                        )
+        os.kill(os.getpid(), signal.SIGINT)
+        await running
+
+    assert {each.connector for each in settings.instances} == {"nixl"}

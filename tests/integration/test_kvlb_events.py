@@ -7,9 +7,18 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from indexer.config import RankSource
+from indexer.core.types import InstanceId, RankId
 from kvlb.errors import PeerError, SettingsError
-from kvlb.event_lines import Line
-from kvlb.events_view import EventsOptions, ShownBatches, find_streams, follow_streams, watch
+from kvlb.event_lines import Line, render_line
+from kvlb.events_view import (
+    ConnectionView,
+    EventsOptions,
+    ShownBatches,
+    find_streams,
+    follow_streams,
+    watch,
+)
 from kvlb.simulated import parse_fleet, simulated_fleet
 from simulator.core.settings import EngineSettings
 from simulator.service import RunningEngine
@@ -202,3 +211,58 @@ def test_history_needs_a_replay_socket() -> None:
     """--from without one can't be answered."""
     with pytest.raises(SettingsError, match="--from needs a replay socket"):
         watch(options("tcp://127.0.0.1:1", start=0))
+
+
+def a_stream(endpoint: str) -> RankSource:
+    return RankSource(
+        rank=RankId(InstanceId(endpoint), 0), alias="e", model="-", events=endpoint, replay=None
+    )
+
+
+async def test_address_where_nobody_publishes_is_waited_at(unused_url: str) -> None:
+    """It isn't called followed before somebody is there."""
+    screen = Screen()
+    endpoint = unused_url.replace("http", "tcp")
+    async with asyncio.TaskGroup() as group:
+        following = follow_streams([a_stream(endpoint)], None, ShownBatches(None), screen.write)
+        task = group.create_task(following)
+        await screen.until(lambda: bool(screen.shown("waiting")))
+        task.cancel()
+
+    assert screen.lines == [{"what": "waiting", "rank": 0, "endpoint": endpoint}]
+    assert render_line(screen.lines[0]).endswith(f"waiting for a publisher at {endpoint}")
+
+
+async def test_engine_that_stops_is_waited_for_again() -> None:
+    """And followed when it is back."""
+    async with simulated_fleet(parse_fleet("1"), ENGINE) as fleet:
+        (engine,) = fleet.engines
+        async with watching(options(engine.url)) as screen:
+            await fleet.stop(engine)
+            await screen.until(lambda: bool(screen.shown("waiting")))
+            await fleet.start(engine)
+            await screen.until(lambda: len(screen.shown("following")) == 2)
+
+    connection = [each["what"] for each in screen.lines if "endpoint" in each]
+    assert connection == ["following", "waiting", "following"]
+
+
+async def test_long_wait_says_once_what_to_check() -> None:
+    """For each time that nobody is there."""
+    screen = Screen()
+    connection = ConnectionView(a_stream("tcp://e:1"), screen.write, patience_s=0.0, hint_s=0.0)
+
+    def hints() -> int:
+        return sum("hint" in line for line in screen.lines)
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(connection.run())
+        await screen.until(lambda: hints() == 1)
+        connection.on_connection(True)
+        connection.on_connection(False)
+        await screen.until(lambda: hints() == 2)
+        task.cancel()
+
+    waiting = ["waiting", "waiting"]
+    assert [line["what"] for line in screen.lines] == [*waiting, "following", *waiting]
+    assert "--kv-events-config" in render_line(screen.lines[1])

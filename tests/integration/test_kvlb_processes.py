@@ -127,6 +127,45 @@ async def test_balancer_routes_by_what_the_indexer_wrote(
     assert second.headers["x-kvlb-overlap-tokens"] == "112"
 
 
+async def test_both_show_what_redis_refuses_and_what_is_known(
+    own_redis: Any, engines: list[str], tmp_path: Path
+) -> None:
+    """It became a replica, then is gone: `/status` of each says so, until all is well again."""
+    server = own_redis()
+    server.start()
+    file = tmp_path / "kvlb.yaml"
+    write(file, server.settings(heartbeat_s=0.05), engines)
+    async with both(file) as kvlb:
+        await kvlb.index_knows(2)
+        await until(kvlb.is_available)
+        await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
+        shown = (await kvlb.get(kvlb.balancer, "/status")).json()
+
+        async def problem() -> str:
+            index = (await kvlb.get(kvlb.indexer, "/status")).json()["index"]
+            return index["problem"] or ""
+
+        async def is_read_only() -> bool:
+            return "READONLY" in await problem()
+
+        async def is_well() -> bool:
+            return await problem() == ""
+
+        server.command("REPLICAOF", "127.0.0.1", "1")
+        await until(is_read_only)
+        server.command("REPLICAOF", "NO", "ONE")
+        await until(is_well)
+        server.stop()
+        await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
+        gone = (await kvlb.get(kvlb.balancer, "/status")).json()
+
+    facts = [rank["index"] for each in shown["instances"] for rank in each["ranks"]]
+    assert [each["trust"] for each in facts] == ["exact", "exact"]
+    assert all(each["epoch"] > 0 for each in facts)
+    assert shown["index_problem"] is None
+    assert "is it running" in gone["index_problem"]
+
+
 async def test_indexer_shows_itself(redis_server: Any, engines: list[str], tmp_path: Path) -> None:
     """Health, readiness and metrics to everybody, its status to operators."""
     file = tmp_path / "kvlb.yaml"

@@ -401,6 +401,119 @@ def test_password_in_an_address_of_the_file_is_not_repeated(url: str, tmp_path: 
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h:6379/abc",
+        "redis://h:6379/1/2",
+        "redis://h:6379/-1",
+        "redis://h:99999/0",
+        "redis://h:0/0",
+        "redis://h:six/0",
+        "redis://[::1/0",
+        "redis://a b:6379/0",
+        "redis://:6379/0",
+        "redis:///0",
+        "redis://h:6379/0#1",
+        "redis://h:6379/0?db=1",
+        "rediss://h:6379/0?password=x",
+        "http://h:6379/0",
+        "h:6379",
+        "unix://",
+        "unix://run/redis.sock",
+        "unix:///run/redis.sock?db=x",
+        "unix:///run/redis.sock?password=x",
+    ],
+)
+def test_redis_address_that_would_be_misread_is_refused(url: str) -> None:
+    """By the key's name, with the right form: the client takes `abc` for 0 and `1/2` for 12."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings(None, Overrides(redis_url=url), {})
+
+    assert str(caught.value).startswith("`redis.url`: ")
+    assert "redis://host:6379/0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "redis://h:6379/",
+        "redis://[::1]:6379/15",
+        "rediss://h:6379/0?ssl_ca_certs=/ca.pem&ssl_check_hostname=true",
+        "unix:///run/redis.sock",
+        "unix:///run/redis.sock?db=3",
+    ],
+)
+def test_redis_address_is_taken_as_it_is(url: str) -> None:
+    """Every form that the page names."""
+    redis = load_settings(None, Overrides(redis_url=url), {}).redis
+
+    assert redis is not None
+    assert redis.url == url
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        pytest.param(
+            "tracing: {endpoint: 'http://c:99999'}", "tracing.endpoint", id="tracing-port"
+        ),
+        pytest.param("tracing: {endpoint: 'http://c?x=1'}", "tracing.endpoint", id="tracing-query"),
+        pytest.param("tracing: {endpoint: 'c:4318'}", "tracing.endpoint", id="tracing-scheme"),
+        pytest.param("instances: [{url: 'http://a:99999'}]", "instances[0].url", id="port"),
+        pytest.param("instances: [{url: 'http://a b:1'}]", "instances[0].url", id="space"),
+        pytest.param("instances: [{url: 'http://[::1:1'}]", "instances[0].url", id="bracket"),
+        pytest.param(
+            "instances: [{url: 'http://a:1', replay: 'tcp://a b:2'}]",
+            "instances[0].replay",
+            id="replay",
+        ),
+        pytest.param(
+            "indexer: {shared_bind: 'tcp://*:99999'}", "indexer.shared_bind", id="shared-bind"
+        ),
+    ],
+)
+def test_address_that_cannot_be_is_refused_by_its_key(text: str, key: str, tmp_path: Path) -> None:
+    """Before anything is connected to it."""
+    with pytest.raises(SettingsError, match=re.escape(f": `{key}`: ")):
+        load(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        pytest.param("redis: {url: 'redis://u:hun#ter2@h'}", "password_env", id="redis"),
+        pytest.param("redis: {url: 'redis://:hunter2@h'}", "password_env", id="redis-no-user"),
+        pytest.param("tracing: {endpoint: 'http://u:hunter2@c'}", "OTEL_", id="tracing"),
+    ],
+)
+def test_password_in_an_address_is_refused_and_not_repeated(
+    text: str, instead: str, tmp_path: Path
+) -> None:
+    """`/status` shows both addresses."""
+    with pytest.raises(SettingsError, match=instead) as caught:
+        load(text, tmp_path)
+
+    assert "ter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["http://127.0.0.1:8000", "http://[::1]:8000"])
+def test_one_port_of_this_machine_is_one_instance(other: str) -> None:
+    """Under whichever of its usual names: the engine's cache and load would count twice."""
+    with pytest.raises(SettingsError, match=r"`instances\[1\].url`: .* under another name"):
+        load_settings(None, Overrides(instances=("http://localhost:8000", other)), {})
+
+
+def test_ports_and_other_addresses_of_this_machine_are_instances_of_their_own() -> None:
+    """An engine can listen on 127.0.0.2."""
+    urls = ("http://localhost:1", "http://127.0.0.1:2", "http://127.0.0.2:1", "https://[::1]:1")
+
+    settings = load_settings(None, Overrides(instances=urls), {})
+
+    assert len(settings.instances) == len(urls)
+
+
 @pytest.mark.parametrize("variable", ["KVLB_ENGINE_API_KEY", "KVLB_ADMIN_API_KEY"])
 def test_unusable_key_of_the_usual_variable_is_named_by_it(variable: str) -> None:
     """The file has no key to change."""

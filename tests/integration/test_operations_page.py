@@ -33,9 +33,9 @@ def test_reloadable_keys_are_those_of_the_configuration_page() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
     row = re.search(r"^\| taken over at once .*\n\| --- .*\n\| (.*?) \|", page, re.MULTILINE)
     assert row
-    named = set(re.findall(r"`(\w+)`", row[1])) - {"max_predicted_blocks"}
+    named = set(re.findall(r"`(\w+)`", row[1]))
 
-    assert named == {key for key in RELOADABLE if not key.endswith("_env")}
+    assert named == set(RELOADABLE)
 
 
 def test_metrics_that_are_named_exist() -> None:

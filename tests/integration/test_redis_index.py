@@ -17,6 +17,7 @@ from balancer.router import Router
 from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
 from indexer.core.hashing import Namespace
 from indexer.core.index import (
+    BlocksDropped,
     BlocksHeld,
     Change,
     GroupKind,
@@ -200,6 +201,79 @@ async def test_forgotten_scripts_are_sent_again(index: RedisIndex, redis_server:
     assert await overlap(index) == {E0: 12}
 
 
+LONG = Prompt(Namespace(model=MODEL), range(4_001))
+LONG_KEYS = LONG.keys(SIZE)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "expected"),
+    [
+        pytest.param((0, 700), (0, 1000), (700, 300, 0), id="evicted-tail"),
+        pytest.param((0, 700), (700, 1000), (700, 300, 0), id="moved-tail"),
+        pytest.param((0, 1000), (0, 1000), (1000, 0, 0), id="copied"),
+        pytest.param((900, 1000), (0, 1000), (100, 900, 0), id="loaded-tail"),
+        pytest.param((0, 1), (0, 1000), (1, 999, 0), id="first-block"),
+        pytest.param((0, 999), (0, 1000), (999, 1, 0), id="all-but-the-last"),
+        pytest.param((100, 200), (0, 300), (100, 200, 700), id="three-tiers"),
+        pytest.param((0, 60), (0, 64), (60, 4, 0), id="counted"),
+        pytest.param((0, 60), (0, 65), (60, 5, 0), id="sampled"),
+    ],
+)
+async def test_split_of_a_long_match_is_exact_where_tiers_hold_runs(
+    index: RedisIndex,
+    gpu: tuple[int, int],
+    cpu: tuple[int, int],
+    expected: tuple[int, int, int],
+) -> None:
+    """Long ones are sampled, and where two samples differ the change is searched for."""
+    changes = [held(LONG_KEYS[slice(*gpu)]), BlocksHeld(0, Tier.CPU, LONG_KEYS[slice(*cpu)])]
+    if expected[2]:
+        changes.append(BlocksHeld(0, Tier.STORAGE, LONG_KEYS))
+    await index.apply(update(E0, FULL, *changes))
+
+    by_tier = (await index.match(LONG))[E0].tokens_by_tier
+    assert tuple(by_tier.get(tier, 0) // SIZE for tier in Tier) == expected
+
+
+async def test_long_match_over_scattered_tiers_is_exact_in_sum(index: RedisIndex) -> None:
+    """Every other block on another tier: the split is a sample, the overlap is not."""
+    await index.apply(
+        update(E0, FULL, held(LONG_KEYS[:777:2]), BlocksHeld(0, Tier.CPU, LONG_KEYS[1:777:2]))
+    )
+
+    match = (await index.match(LONG))[E0]
+    assert match.tokens == 777 * SIZE
+    assert set(match.tokens_by_tier) == {Tier.GPU, Tier.CPU}
+
+
+async def test_dead_connections_cost_no_lookup(
+    index: RedisIndex, reader: RedisIndexReader, redis_server: Any
+) -> None:
+    """Redis closes what is idle; each round several connections, noticed or not yet noticed."""
+    await index.apply(update(E0, FULL, held(KEYS[:3])))
+    answers = []
+    for _ in range(20):
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(overlap(reader)) for _ in range(8)]
+        answers += [task.result() for task in asked]
+        redis_server.command("CLIENT", "KILL", "TYPE", "normal")
+        answers.append(await overlap(reader))
+
+    assert answers == 180 * [{E0: 12}]
+
+
+async def test_connection_that_breaks_under_a_write_costs_no_rewrite(
+    index: RedisIndex, redis_server: Any
+) -> None:
+    """It is sent again, and the fence would tell if it had been applied."""
+    await index.apply(update(E0, FULL))
+    for seq in range(1, 10):
+        redis_server.command("CLIENT", "KILL", "TYPE", "normal")
+        await index.apply(update(E0, held(KEYS[seq - 1 : seq]), seq=seq))
+
+    assert await overlap(index) == {E0: 36}
+
+
 async def test_cancelled_lookups_leave_no_answer_behind(
     index: RedisIndex, reader: RedisIndexReader
 ) -> None:
@@ -359,6 +433,23 @@ async def test_what_another_hand_changed_is_noticed(
     assert (await index.match(PROMPT))[E0].trust is Trust.DEGRADED
 
 
+async def test_lost_change_of_trust_is_noticed(
+    index: RedisIndex, settings: RedisSettings, redis_server: Any
+) -> None:
+    """It has no number of its own: a replica that lagged by just that looks whole otherwise."""
+    await index.apply(update(E0, FULL, held(KEYS[:2])))
+    keys = model_keys(settings.prefix, MODEL)
+    connection = RedisConnection(settings)
+    before = await connection.ask("HGETALL", keys.ranks)
+    await index.set_trust(E0, Trust.DEGRADED)
+    await index.renew(E0)
+    await connection.ask("HSET", keys.ranks, *before)
+    await connection.aclose()
+
+    with pytest.raises(IndexLostError):
+        await index.renew(E0)
+
+
 async def test_rank_is_out_of_sight_while_it_is_written_anew(
     index: RedisIndex, reader: RedisIndexReader
 ) -> None:
@@ -481,6 +572,54 @@ def test_missing_password_names_its_variable() -> None:
     """Before anything connects."""
     with pytest.raises(ValueError, match="KVLB_NOT_SET"):
         RedisConnection(RedisSettings(password_env="KVLB_NOT_SET"))  # noqa: S106 - a name
+
+
+# Many ranks.
+
+
+@pytest.mark.timeout(60)
+async def test_256_ranks_of_a_dead_indexer_leave_with_their_lease(
+    redis_server: Any, other: RedisIndex
+) -> None:
+    """Every key of every rank; a lookup shows none of them from then on."""
+    settings = redis_server.settings(lease_s=3, heartbeat_s=0.5)
+    connection = RedisConnection(settings)
+    index, reader = RedisIndex(connection), RedisIndexReader(connection)
+    ranks = [RankId(E0.instance, number) for number in range(256)]
+    async with asyncio.TaskGroup() as group:
+        for rank in ranks:
+            group.create_task(index.apply(update(rank, FULL, held(KEYS[:3]))))
+    before = await overlap(reader)
+    async with asyncio.timeout(20):
+        while True:
+            if not keys_under(redis_server, settings):
+                break
+            await asyncio.sleep(0.1)
+    after = await overlap(reader)
+    await connection.aclose()
+
+    assert before == dict.fromkeys(ranks, 12)
+    assert after == {}
+
+
+async def test_256_ranks_change_hands_without_counting_twice(
+    index: RedisIndex, other: RedisIndex
+) -> None:
+    """Another indexer takes them all, the first lets go, and takes them back."""
+    ranks = [RankId(E0.instance, number) for number in range(256)]
+    for rank in ranks:
+        await index.apply(update(rank, FULL, held(KEYS[:3])))
+    for rank in ranks:
+        assert await other.last_epoch(rank, MODEL) == 1
+    for rank in ranks:
+        with pytest.raises(NotOwnerError):
+            await index.apply(update(rank, held(KEYS[3:5]), seq=1))
+    await other.release()
+    for rank in ranks:
+        assert await index.restore(rank, MODEL)
+        await index.apply(update(rank, BlocksDropped(0, Tier.GPU, KEYS[2:3]), seq=1))
+
+    assert await overlap(index) == dict.fromkeys(ranks, 8)
 
 
 # Others on the same server.

@@ -10,17 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
-from indexer.core.index import BlockIndex, IndexUnavailableError, Prompt
+from indexer.core.index import (
+    BlockIndex,
+    IndexUnavailableError,
+    NotOwnerError,
+    Prompt,
+    RankUpdate,
+)
 from indexer.core.rank_status import RankStatus
 from indexer.core.types import InstanceId, RankId, Trust
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
+from indexer.status import IndexerCollector
+from kvlb.index_backend import open_index
 
 CAPTURES = Path(__file__).parent.parent / "captures"
 BLOCK_SIZE = 4
@@ -299,6 +308,75 @@ async def test_earlier_indexer_takes_a_rank_back_when_the_later_is_gone(
         assert await held(first) == 2
 
 
+async def test_indexer_that_ends_on_purpose_lets_the_other_go_on_at_once(
+    publishing: Any, indexing: Any, redis_server: Any
+) -> None:
+    """No waiting for its lease, the same epoch, and nothing counted twice."""
+    settings = redis_server.settings(heartbeat_s=0.05)
+    async with (
+        publishing() as engine,
+        open_index(settings) as first,
+        indexing(source(engine), index=first.index) as (early, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        before = await early.caught_up(R0, 0)
+        registry = CollectorRegistry()
+        registry.register(IndexerCollector(early))
+        async with (
+            open_index(settings) as second,
+            indexing(source(engine), index=second.index) as (late, _),
+        ):
+            await late.caught_up(R0, 0)
+            waiting = await early.until(R0, lambda now: now.is_standing_by)
+            shown = generate_latest(registry).decode().splitlines()
+            engine.publish(stored(3, parent=2, first=2))
+            await late.caught_up(R0, 1)
+        after = await early.until(R0, lambda now: not now.is_standing_by and now.last_seq == 1)
+        held_then = await held(first.index)
+        engine.publish(removed(3))
+        await early.caught_up(R0, 2)
+
+        assert (held_then, await held(first.index)) == (3, 2)
+    assert waiting.problem == "standing by: another indexer writes this rank"
+    assert f'kvlb_rank_standby{{instance="{E0}",rank="0"}} 1.0' in shown
+    assert not any(line.startswith("kvlb_rank_trust{") for line in shown)
+    assert (after.problem, after.epoch, after.epoch_reason) == (None, before.epoch, "resumed")
+    assert settings.lease_s == 120
+
+
+async def test_only_what_is_owned_is_released(opening: Opening, redis_server: Any) -> None:
+    """Of three indexers the second ends, whose ranks the third took before: nothing is free."""
+    settings = redis_server.settings()
+    async with opening(settings) as first, opening(settings) as second, opening(settings) as third:
+        await first.restore(R0, "tiny")
+        await second.restore(R0, "tiny")
+        await third.restore(R0, "tiny")
+        opened = RankUpdate(rank=R0, model="tiny", epoch=1, seq=-1, changes=())
+        with pytest.raises(NotOwnerError):
+            await first.apply(opened)
+        await second.release()
+        with pytest.raises(NotOwnerError):
+            await first.restore(R0, "tiny")
+
+        await third.release()
+        await first.apply(opened)
+        assert await held(first) == 0
+
+
+async def test_ranks_that_cannot_be_released_wait_for_the_lease(own_redis: Any) -> None:
+    """Redis is gone when the indexer ends: it ends all the same, and says so."""
+    server = own_redis()
+    server.start()
+    with capture_logs() as logs:
+        async with open_index(server.settings()) as opened:
+            assert opened.journal
+            await opened.journal.restore(R0, "tiny")
+            server.stop()
+
+    assert "ranks_not_released" in [each["event"] for each in logs]
+
+
 # Redis fails.
 
 
@@ -319,6 +397,7 @@ async def test_x1_redis_back_empty_is_written_anew(
         server.stop()
         engine.publish(stored(3, parent=2, first=2))
         status = await service.caught_up(R0, 1)
+        assert "is it running" in status.problem
         with pytest.raises(IndexUnavailableError):
             await held(index)
         server.start()
@@ -413,9 +492,12 @@ async def test_x1_read_only_redis_is_written_when_it_may_be(
         server.command("REPLICAOF", "127.0.0.1", "1")
         engine.publish(stored(3, parent=2, first=2))
         status = await service.caught_up(R0, 1)
+        assert "READONLY" in status.problem
+        assert "READONLY" in service.index_problem
         assert await held(index) == 2
         server.command("REPLICAOF", "NO", "ONE")
         await becomes(index, 3)
+        assert (service.rank_status(R0).problem, service.index_problem) == (None, None)
 
     assert status.counts.index_faults["unavailable"] >= 1
 
@@ -437,6 +519,7 @@ async def test_x1_full_redis_drops_what_is_out_of_date(
         server.command("CONFIG", "SET", "maxmemory", "1")
         engine.publish(stored(3, parent=2, first=2))
         status = await service.caught_up(R0, 1)
+        assert "maxmemory" in status.problem
         await becomes(index, None)
         server.command("CONFIG", "SET", "maxmemory", "0")
         await becomes(index, 3)
@@ -455,6 +538,8 @@ async def test_x1_wrong_password_is_an_outage_that_names_no_secret(
     async with opening(settings) as index:
         with pytest.raises(IndexUnavailableError) as caught:
             await index.match(PROMPT)
+    assert "WRONGPASS" in str(caught.value)
+    assert "redis.password_env" in str(caught.value)
     monkeypatch.setenv("KVLB_TEST_PASSWORD", "right-secret")
     async with opening(settings) as index:
         assert await index.match(PROMPT) == {}

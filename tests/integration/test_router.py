@@ -24,7 +24,7 @@ from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.router import Router
 from indexer.core.hashing import Namespace
-from indexer.core.index import PrefixMatch, Prompt
+from indexer.core.index import IndexUnavailableError, PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId, Tier, Trust
 
@@ -221,6 +221,34 @@ async def test_a_failing_index_is_logged_once_per_outage(bench: Bench) -> None:
 
     assert bench.lookups == ["failed", "failed", "failed", "ok"]
     assert logs == [{"event": "index_lookup_failed", "error": "ValueError", "log_level": "warning"}]
+
+
+async def test_a_failing_index_is_told_in_its_own_words(bench: Bench) -> None:
+    """What it refuses, in the log and for `/status`, until a lookup goes well again."""
+    router = bench.build()
+    bench.index.error = IndexUnavailableError("Redis refuses (WRONGPASS): change it")
+    with capture_logs() as logs:
+        await router.route(PAIR, request(), view())
+    told = router.lookup_problem
+    bench.index.error = None
+    await router.route(PAIR, request(), view())
+
+    assert told == "Redis refuses (WRONGPASS): change it"
+    assert [each["error"] for each in logs] == [told]
+    assert router.lookup_problem is None
+
+
+async def test_a_flapping_index_is_logged_now_and_then(bench: Bench) -> None:
+    """However often it comes back in between."""
+    router = bench.build()
+    with capture_logs() as logs:
+        for _ in range(5):
+            bench.index.error = IndexUnavailableError("gone")
+            await router.route(PAIR, request(), view())
+            bench.index.error = None
+            await router.route(PAIR, request(), view())
+
+    assert [each["event"] for each in logs] == ["index_lookup_failed"]
 
 
 async def test_without_tokens_the_index_is_not_asked(bench: Bench) -> None:

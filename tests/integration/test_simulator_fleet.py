@@ -109,6 +109,21 @@ async def test_decode_alone_needs_no_parameters(
     assert answer["kv_transfer_params"] is None
 
 
+async def test_fleets_of_two_processes_say_why_they_cannot_hand_over(
+    client: httpx.AsyncClient,
+) -> None:
+    """Each process has a directory of its own; the error is one that OpenAI clients read."""
+    async with (
+        running_fleet(FleetSpec.parse("1p"), engine=FAST) as there,
+        running_fleet(FleetSpec.parse("1d"), engine=FAST) as here,
+    ):
+        params = await run_prefill(client, there.engines[0])
+        answer = await complete(client, here.engines[0], kv_transfer_params=params)
+
+    assert answer.status_code == 500
+    assert "only inside one `kvlb simulate`" in answer.json()["error"]["message"]
+
+
 async def test_refused_decode_leg_lets_prefill_go(
     fleet: RunningFleet, client: httpx.AsyncClient
 ) -> None:
@@ -135,6 +150,8 @@ async def test_dead_prefill_engine_fails_the_decode_leg(
     assert whole.json()["error"]["type"] == "InternalServerError"
     assert streamed.status_code == 200
     assert '"code":500' in streamed.text
+    for text in (whole.text, streamed.text):
+        assert "only inside one `kvlb simulate`" in text
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 

@@ -1,26 +1,22 @@
-"""Real vLLM engines on the CPU and a real `kvlb up` in front of them.
+"""Real vLLM engines on the CPU, as processes.
 
 Without an environment that has vLLM every test of this tier fails with the reason: a tier that was
 asked for and did not run must not look as if it had passed.
 """
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 import zmq
 
 HERE = Path(__file__).parent
@@ -28,11 +24,6 @@ ROOT = HERE.parent.parent
 START_S = 240
 """Two engines start in half a minute on two idle cores; a busy machine takes long."""
 END_OF_REPLAY = b"\xff" * 8
-WORDS = (  # noqa: SIM905 - a list literal would take forty lines
-    "train module state paris winter mountain question stream request number client madrid value "
-    "error table server column item stored index lima import layer tokyo prefix garden cache "
-    "doctor token engine session music report ticket user file hidden"
-).split()
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +48,17 @@ def model(engine_venv: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [engine_venv / "bin/python", HERE / "make_model.py", ROOT / "tests/tokenizer", out]
     subprocess.run([str(each) for each in command], check=True, timeout=120)
     return out
+
+
+@pytest.fixture(scope="session")
+def adapters(engine_venv: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two LoRA adapters of the tiny model, by the names they are served under."""
+    out = tmp_path_factory.mktemp("adapters")
+    paths = {"adapter-a": out / "a", "adapter-b": out / "b"}
+    for seed, path in enumerate(paths.values()):
+        command = [engine_venv / "bin/python", HERE / "make_adapter.py", seed, path]
+        subprocess.run([str(each) for each in command], check=True, timeout=120)
+    return paths
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,8 +114,10 @@ class Engine:
 
     http: httpx.Client
     url: str
-    replay: str
+    replay_port: int
+    """Of its first rank; rank r is found at the port + r."""
     process: Process
+    ranks: int = 1
 
     def is_ready(self) -> bool:
         try:
@@ -150,65 +154,18 @@ class Engine:
         lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def newest_seq(self, known: int) -> int:
-        """Number of the last batch it published, `known` or a later one."""
+    def newest_seq(self, known: int, rank: int = 0) -> int:
+        """Number of the last batch that a rank published, `known` or a later one."""
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
             dealer.rcvtimeo = 10_000
-            dealer.connect(self.replay)
+            dealer.connect(f"tcp://127.0.0.1:{self.replay_port + rank}")
             dealer.send_multipart([b"", (known + 1).to_bytes(8, "big")])
             while True:
                 number = dealer.recv_multipart()[-2]
                 if number == END_OF_REPLAY:
                     return known
                 known = int.from_bytes(number, "big")
-
-
-@dataclass(slots=True, kw_only=True)
-class Kvlb:
-    """A running `kvlb up` and the engines behind it."""
-
-    http: httpx.Client
-    url: str
-    process: Process
-    engines: Mapping[str, Engine]
-
-    def get(self, path: str) -> httpx.Response:
-        return self.http.get(f"{self.url}{path}")
-
-    def is_warm(self) -> bool:
-        """Every instance can be asked and every event stream is complete."""
-        try:
-            ready = self.get("/ready")
-            return ready.status_code == 200 and not ready.json()["reasons"] and self._follows_all()
-        except httpx.TransportError:
-            return False
-
-    def _follows_all(self) -> bool:
-        return all(
-            (index := self.index_of(name)) is not None and index["trust"] == "exact"
-            for name in self.engines
-        )
-
-    def index_of(self, name: str) -> dict[str, Any] | None:
-        """What the indexer says of an instance's only rank."""
-        for instance in self.get("/status").json()["instances"]:
-            if instance["alias"] == name:
-                found: dict[str, Any] | None = instance["ranks"][0]["index"]
-                return found
-        return None
-
-    def applied_seq(self, name: str) -> int:
-        index = self.index_of(name)
-        return -1 if index is None or index["last_seq"] is None else int(index["last_seq"])
-
-    def catch_up(self, name: str) -> None:
-        """Wait until the index has applied every batch that the engine has published."""
-        published = self.engines[name].newest_seq(self.applied_seq(name))
-        until(lambda: self.applied_seq(name) >= published, 10, f"{name}'s batch {published}")
-
-    def ask(self, body: Mapping[str, Any]) -> httpx.Response:
-        return self.http.post(f"{self.url}/v1/chat/completions", json=body)
 
 
 def until(holds: Callable[[], bool], deadline_s: float, what: str) -> None:
@@ -218,6 +175,12 @@ def until(holds: Callable[[], bool], deadline_s: float, what: str) -> None:
         if time.monotonic() > end_s:
             raise AssertionError(f"waited {deadline_s} s for {what}")
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Finds a port that nobody listens on."""
+    return lambda: free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")
@@ -234,6 +197,17 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
+def free_run(count: int) -> int:
+    """First of so many ports in a row that nobody listens on."""
+    while True:
+        (first,) = free_ports(1)
+        with ExitStack() as stack, suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
+StartProcess = Callable[..., AbstractContextManager[Process]]
 StartEngines = Callable[..., AbstractContextManager[dict[str, Engine]]]
 
 
@@ -244,25 +218,35 @@ def start_engines(
     http: httpx.Client,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> StartEngines:
-    """Starts real engines of the given names, all with the same further flags."""
+    """Starts real engines of the given names, all with the same ranks and further flags."""
     logs = tmp_path_factory.mktemp("engines")
     env = {"VENV": str(engine_venv), "MODEL": str(model), "DTYPE": "float32"}
 
-    def prepare(name: str, core: int, flags: tuple[str, ...]) -> Engine:
-        ports = free_ports(3)
-        serve = [str(HERE / "serve.sh"), *map(str, ports), str(core), *flags]
+    def prepare(name: str, core: str, ranks: int, flags: tuple[str, ...]) -> Engine:
+        port = free_run(1 + 2 * ranks)
+        ports = (port, port + 1, port + 1 + ranks)
+        if ranks > 1:
+            flags = ("--data-parallel-size", str(ranks), *flags)
         return Engine(
             http=http,
-            url=f"http://127.0.0.1:{ports[0]}",
-            replay=f"tcp://127.0.0.1:{ports[2]}",
-            process=Process(command=serve, log=logs / f"{name}.log", env=env),
+            url=f"http://127.0.0.1:{port}",
+            replay_port=ports[2],
+            process=Process(
+                command=[str(HERE / "serve.sh"), *map(str, ports), core, *flags],
+                log=logs / f"{name}.log",
+                env=env,
+            ),
+            ranks=ranks,
         )
 
     @contextmanager
-    def start(*names: str, flags: tuple[str, ...] = ()) -> Iterator[dict[str, Engine]]:
-        cores = sorted(os.sched_getaffinity(0))
+    def start(
+        *names: str, ranks: int = 1, flags: tuple[str, ...] = ()
+    ) -> Iterator[dict[str, Engine]]:
+        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+        one_each = "|".join(cores[rank % len(cores)] for rank in range(ranks))
         engines = {
-            name: prepare(name, cores[number % len(cores)], flags)
+            name: prepare(name, one_each if ranks > 1 else cores[number % len(cores)], ranks, flags)
             for number, name in enumerate(names)
         }
         with ExitStack() as stack:
@@ -285,127 +269,19 @@ def await_ready(process: Process, is_ready: Callable[[], bool], deadline_s: floa
     assert process.is_running(), process.tail()
 
 
-StartKvlb = Callable[..., AbstractContextManager[Kvlb]]
-
-
-@pytest.fixture
-def start_kvlb(http: httpx.Client, tmp_path: Path) -> StartKvlb:
-    """Starts `kvlb up` in front of engines; `settings` are further keys of its file."""
+@pytest.fixture(scope="session")
+def start_process() -> StartProcess:
+    """Starts a command on a free port and waits until it is ready; ends it with SIGTERM."""
 
     @contextmanager
     def start(
-        engines: Mapping[str, Engine],
-        *arguments: str,
-        instances: Mapping[str, Mapping[str, str]] | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ) -> Iterator[Kvlb]:
-        (port,) = free_ports(1)
-        described = [
-            {"url": engine.url, "alias": name, **(instances or {}).get(name, {})}
-            for name, engine in engines.items()
-        ]
-        config = tmp_path / f"kvlb-{port}.yaml"
-        config.write_text(yaml.safe_dump({"instances": described, **(settings or {})}))
-        up = [sys.executable, "-m", "kvlb", "up", "--config", str(config), "--port", str(port)]
-        process = Process(command=[*up, *arguments], log=tmp_path / f"kvlb-{port}.log")
-        url = f"http://127.0.0.1:{port}"
-        kvlb = Kvlb(http=http, url=url, process=process, engines=engines)
+        command: list[str], log: Path, is_ready: Callable[[], bool], deadline_s: float
+    ) -> Iterator[Process]:
+        process = Process(command=command, log=log)
         with ExitStack() as stack:
             stack.callback(process.end, signal.SIGTERM)
             process.start()
-            await_ready(process, kvlb.is_warm, 60)
-            yield kvlb
+            await_ready(process, is_ready, deadline_s)
+            yield process
 
     return start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One request of a conversation, and what came of it."""
-
-    conversation: int
-    instance: str
-    prefill: str
-    reason: str
-    overlap_tokens: int | None
-    prompt_tokens: int
-    cached_tokens: int
-    text: str
-
-
-@dataclass(slots=True)
-class Conversations:
-    """Chats that share no system prompt, continued with the answers they got."""
-
-    seed: int
-    count: int
-    first_words: int = 90
-    next_words: int = 40
-    _chance: Random = field(init=False)
-    _messages: list[list[dict[str, str]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._chance = Random(self.seed)  # noqa: S311 - no secret
-        self._messages = [[self._user(self.first_words)] for _ in range(self.count)]
-
-    def _user(self, words: int) -> dict[str, str]:
-        return {"role": "user", "content": " ".join(self._chance.choices(WORDS, k=words))}
-
-    def body(self, number: int, max_tokens: int = 24) -> dict[str, Any]:
-        """The next request of a conversation."""
-        return {
-            "model": "tiny",
-            "messages": list(self._messages[number]),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-        }
-
-    def answered(self, number: int, text: str, *, next_words: int | None = None) -> None:
-        """Go on with this answer and a new question."""
-        self._messages[number] += [
-            {"role": "assistant", "content": text},
-            self._user(self.next_words if next_words is None else next_words),
-        ]
-
-    def lengthen(self, number: int) -> None:
-        """Add a word to the last question."""
-        self._messages[number][-1]["content"] += f" {self._chance.choice(WORDS)}"
-
-    def order(self, turns: int) -> list[int]:
-        """Every conversation's turns, shuffled."""
-        order = [number for number in range(self.count) for _ in range(turns)]
-        Random(self.seed).shuffle(order)  # noqa: S311 - no secret
-        return order
-
-    @staticmethod
-    def read(number: int, answer: httpx.Response) -> Turn:
-        """What kvlb said beforehand and what the engine reported."""
-        assert answer.status_code == 200, answer.text
-        body, headers = answer.json(), answer.headers
-        overlap = headers.get("x-kvlb-overlap-tokens")
-        return Turn(
-            conversation=number,
-            instance=headers["x-kvlb-instance"],
-            prefill=headers["x-kvlb-prefill"],
-            reason=headers["x-kvlb-reason"],
-            overlap_tokens=None if overlap is None else int(overlap),
-            prompt_tokens=body["usage"]["prompt_tokens"],
-            cached_tokens=body["usage"]["prompt_tokens_details"]["cached_tokens"],
-            text=body["choices"][0]["message"]["content"],
-        )
-
-
-@pytest.fixture(scope="session")
-def conversations() -> Callable[..., Conversations]:
-    """A factory of conversations from a seed."""
-    return Conversations
-
-
-@pytest.fixture(scope="session")
-def record_figures() -> Callable[..., None]:
-    """Print figures for docs/real-engine.md; `pytest -rP` shows them of tests that passed."""
-
-    def record(**figures: object) -> None:
-        sys.stdout.write(json.dumps(figures) + "\n")
-
-    return record

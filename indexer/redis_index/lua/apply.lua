@@ -38,6 +38,7 @@ for at = 1, #program, 2 do
     if what == 1 then spread('SADD', key, ARGV[blob], 8)
     elseif what == 2 then spread('SREM', key, ARGV[blob], 8)
     elseif what == 3 then spread_rows(key, ARGV[blob], tonumber(ARGV[11]))
+    elseif what == 5 then spread_rows(key, ARGV[blob], 24)
     else spread('HDEL', key, ARGV[blob], 8) end
     redis.call('PEXPIRE', key, lease)
     blob = blob + 1

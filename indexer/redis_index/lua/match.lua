@@ -32,7 +32,8 @@ end
 -- One group of one rank: block size, blocks needed at the boundary, and its sets, fastest first.
 local function take_group()
   local group = {tiers = {}, sets = {}}
-  group.blocks = ARGV[3 + take()]
+  group.list = take()
+  group.blocks = ARGV[3 + group.list]
   group.size = take()
   group.needed = take()
   for each = 1, take() do
@@ -65,13 +66,24 @@ local function is_held(group, number)
   return false
 end
 
--- How many of the prompt's blocks are held, by bisection: held means reachable. Asking for several
--- blocks per call (SMISMEMBER) takes fewer calls and more time.
-local function depth(group)
+-- Depth of the last rank that held anything, by list of blocks.
+local neighbour = {}
+
+-- How many of the prompt's blocks are held, by bisection: held means reachable. It begins where the
+-- last rank ended, since many hold the same beginning and nothing more: two probes then. Asking for
+-- several blocks per call (SMISMEMBER) takes fewer calls and more time.
+local function search(group)
   local blocks, set = group.blocks, group.sets[1]
-  local low, high = 0, #blocks / 8
-  if not set or high == 0 or not is_held(group, 0) then return 0 end
-  low = 1
+  local low, high, near = 1, #blocks / 8, neighbour[group.list]
+  if near then
+    if near > 1 and not is_held(group, near - 1) then
+      high = near - 1
+    else
+      low = near
+      if near < high and not is_held(group, near) then return near end
+      if near < high then low = near + 1 end
+    end
+  end
   if #group.sets > 1 then
     while low < high do
       local middle = floor((low + high) / 2)
@@ -85,6 +97,13 @@ local function depth(group)
     if call('SISMEMBER', set, key) == 1 then low = middle + 1 else high = middle end
   end
   return low
+end
+
+local function depth(group)
+  if #group.sets == 0 or #group.blocks == 0 or not is_held(group, 0) then return 0 end
+  local found = search(group)
+  neighbour[group.list] = found
+  return found
 end
 
 -- Largest end before which a window or state group has the blocks it needs.
@@ -120,54 +139,80 @@ local function agreed_tokens(fulls, others, step)
   return stop
 end
 
-local AT_ONCE = 4000
-local lists = {}
-
--- A prompt's first blocks one by one, cut up once for all ranks. There may be more in the list.
-local function listed(group, blocks)
-  local list = lists[group.blocks]
-  if not list then
-    list = {}
-    lists[group.blocks] = list
+-- The fastest set that holds a block of which it is known that one does.
+local function fastest(full, number)
+  local key, last = block(full, number), #full.sets
+  for each = 1, last - 1 do
+    if call('SISMEMBER', full.sets[each], key) == 1 then return each end
   end
-  for number = #list, blocks - 1 do list[number + 1] = block(group, number) end
-  return list
+  return last
 end
 
--- Which of the first `count` of these blocks the set doesn't hold.
-local function slower_than(set, keys, count)
-  local slower, found = {}, 0
-  for from = 1, count, AT_ONCE do
-    local to = math.min(from + AT_ONCE - 1, count)
-    local answers = call('SMISMEMBER', set, unpack(keys, from, to))
-    for each = 1, to - from + 1 do
-      if answers[each] == 0 then
-        found = found + 1
-        slower[found] = keys[from + each - 1]
+-- First block after `low` that isn't at the tier of `low`, at most `high`, which isn't either.
+local function change(full, low, high, tier)
+  while high - low > 1 do
+    local middle = floor((low + high) / 2)
+    if fastest(full, middle) == tier then low = middle else high = middle end
+  end
+  return high
+end
+
+-- Up to so many blocks are asked for one by one. Of more, so many at even distances.
+local COUNTED, SAMPLES = 64, 16
+
+-- Blocks to ask for, always the first and the last.
+local function samples(blocks)
+  local numbers, step = {}, 1
+  if blocks > COUNTED then step = math.ceil(blocks / SAMPLES) end
+  for number = 0, blocks - 2, step do numbers[#numbers + 1] = number end
+  numbers[#numbers + 1] = blocks - 1
+  return numbers
+end
+
+-- For each of these blocks, which are held, the fastest set that has it.
+local function fastest_of(full, numbers)
+  local found, last, keys, places = {}, #full.sets, {}, {}
+  for place, number in ipairs(numbers) do
+    found[place], keys[place], places[place] = last, block(full, number), place
+  end
+  for each = 1, last - 1 do
+    local answers, left, where = call('SMISMEMBER', full.sets[each], unpack(keys)), {}, {}
+    for at, place in ipairs(places) do
+      if answers[at] == 1 then
+        found[place] = each
+      else
+        left[#left + 1], where[#where + 1] = keys[at], place
       end
     end
+    keys, places = left, where
+    if #keys == 0 then break end
   end
-  return slower, found
+  return found
 end
 
--- Each of the first blocks, all held, counts at its fastest tier. With one tier that is known; else
--- every block has to be asked for: nothing says that a tier holds a run of them.
+-- Each of the first blocks, all held, counts at its fastest tier. With one tier that is known. With
+-- several nothing says that a tier holds a run of them, and asking for each block of 64 ranks took
+-- 12 ms. So a long prompt is sampled, and where two samples differ the change between them is
+-- searched for: exact for runs longer than a sixteenth. Engines evict leaves first, so runs are long.
 local function by_tier(full, blocks)
   local counts = {0, 0, 0}
-  if blocks == 0 then return counts end
-  local last = #full.sets
-  if last == 1 then
-    counts[full.tiers[1]] = blocks
+  if #full.sets < 2 or blocks == 0 then
+    counts[full.tiers[1] or 1] = blocks
     return counts
   end
-  local rest, left = listed(full, blocks), blocks
-  for each = 1, last - 1 do
-    local slower, found = slower_than(full.sets[each], rest, left)
-    counts[full.tiers[each]] = left - found
-    rest, left = slower, found
-    if left == 0 then return counts end
+  local function count(each, number)
+    counts[full.tiers[each]] = counts[full.tiers[each]] + number
   end
-  counts[full.tiers[last]] = left
+  local numbers = samples(blocks)
+  local found = fastest_of(full, numbers)
+  for at = 1, #numbers - 1 do
+    local from, to, tier, other = numbers[at], numbers[at + 1], found[at], found[at + 1]
+    local border = to
+    if other ~= tier then border = change(full, from, to, tier) end
+    count(tier, border - from)
+    count(other, to - border)
+  end
+  count(found[#found], 1)
   return counts
 end
 

@@ -307,7 +307,10 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
     async def start(
         config: dict[str, Any], index_status: Callable[[], RankFacts] | None = None
     ) -> AsyncIterator[Balancer]:
-        settings = {"probes": {"interval_s": 0.05}, "drain_s": 2, **config}
+        # Generous deadlines, as above: a loaded machine needs longer than a default allows.
+        tokens = {"deadline_s": 5.0, **config.get("tokens", {})}
+        usual = {"probes": {"interval_s": 0.05}, "drain_s": 2}
+        settings = {**usual, **config, "tokens": tokens}
         checked = check_config(decode_settings(settings, BalancerConfig, where=""), {})
         index = MemoryIndex()
         app = create_app(

@@ -31,6 +31,28 @@ async def test_engine_paths_are_proxied(balancer: Any, engine: Any) -> None:
     assert (await balancer.http.get("/health")).json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize(
+    ("path", "raw"),
+    [
+        ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"a\\ud800"}]}'),
+        ("/v1/completions", b'{"prompt":"a\\ud800","stream":false}'),
+        ("/v1/completions", b'{"prompt":[1,2,3],"cache_salt":"\\ud800"}'),
+    ],
+    ids=["chat", "text", "salt"],
+)
+async def test_lone_surrogate_is_the_engines_business(
+    balancer: Any, engine: Any, path: str, raw: bytes
+) -> None:
+    """Nothing of ours can tokenize or hash it, so it is routed by load."""
+    answer = await balancer.http.post(path, content=raw)
+    (decision,) = (await balancer.http.get("/explain/recent")).json()["decisions"]
+
+    assert answer.status_code == 200
+    assert decision["prompt_tokens"] is None
+    assert engine.calls(path) == 1
+    assert engine.calls("/tokenize") == 0
+
+
 async def test_engines_get_their_key(engine_factory: Any, balancer_factory: Any) -> None:
     """Probes and requests alike; the client's own stays here."""
     async with engine_factory(api_key="k1") as engine:

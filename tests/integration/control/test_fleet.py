@@ -153,6 +153,34 @@ async def test_draining_instance_gets_no_new_requests(engine: Any) -> None:
     assert not draining.is_available
 
 
+async def test_sleeping_engine_gets_no_requests(engine: Any) -> None:
+    """F03: at once, though it is healthy otherwise; and again as soon as it wakes."""
+    engine.answers["/is_sleeping"] = (200, b'{"is_sleeping": false}')
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, is_available)
+        engine.answers["/is_sleeping"] = (200, b'{"is_sleeping": true}')
+        asleep = await wait(keeper, lambda each: not each.is_available)
+        engine.answers["/is_sleeping"] = (200, b'{"is_sleeping": false}')
+        awake = await wait(keeper, is_available)
+
+    assert asleep.unhealthy_reason == "sleeping"
+    assert asleep.models is not None
+    assert awake.unhealthy_reason is None
+
+
+@pytest.mark.parametrize(
+    "answer", [(404, b"{}"), (200, b"no json"), (200, b"{}")], ids=["absent", "odd", "empty"]
+)
+async def test_engine_that_cannot_sleep_is_asked_once(engine: Any, answer: Any) -> None:
+    """Outside development mode nobody answers that question."""
+    engine.answers["/is_sleeping"] = answer
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, is_available)
+        await engine.wait_for_calls("/health", 4)
+
+    assert engine.calls("/is_sleeping") == 1
+
+
 async def test_engine_with_a_key_gets_it(engine_factory: Any) -> None:
     """Each instance its own; a wrong one is shown, others work."""
     async with engine_factory(api_key="k1") as right, engine_factory(api_key="k2") as wrong:

@@ -269,6 +269,31 @@ async def test_only_loopback_is_local(client: Any, expected: int, balancer: Any)
     assert sent[0]["status"] == expected
 
 
+@pytest.mark.parametrize("path", ["/status", "/explain/recent"])
+async def test_page_of_another_name_may_not_look(path: str, balancer: Any) -> None:
+    """Its name was made to mean 127.0.0.1, its browser runs on this machine (DNS rebinding)."""
+    rebound = await balancer.http.get(path, headers={"host": "rebound.example:8080"})
+    own = await balancer.http.get(path, headers={"host": "LOCALHOST:8080"})
+
+    assert (rebound.status_code, own.status_code) == (403, 200)
+    assert "admin.local_hosts" in rebound.json()["error"]["message"]
+
+
+async def test_operator_can_name_this_machine(engine: Any, balancer_factory: Any) -> None:
+    """For clients on it; another name still needs the key."""
+    config = {
+        "instances": [{"url": engine.url}],
+        "admin": {"api_key": "k", "local_hosts": ["gpu-box"]},
+    }
+    async with balancer_factory(config) as balancer:
+        get = balancer.http.get
+        named = await get("/status", headers={"host": "gpu-box:8080"})
+        other = await get("/status", headers={"host": "other-box:8080"})
+        with_key = await get("/status", headers={"host": "other-box:8080", "x-api-key": "k"})
+
+    assert [each.status_code for each in (named, other, with_key)] == [200, 401, 200]
+
+
 async def test_docs_page_needs_no_network(balancer_factory: Any) -> None:
     """Fleets often have no way out: every script and style of the page is our own."""
     async with balancer_factory({}) as balancer:

@@ -461,7 +461,7 @@ async def test_another_engine_is_asked_when_one_is_silent(
     engine_factory: Any, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
 ) -> None:
     """Within the same deadline; and it is left alone after some of that."""
-    reader = make_reader(deadline_s=1.0, breaker_failures=2, breaker_cool_down_s=60.0)
+    reader = make_reader(deadline_s=2.0, breaker_failures=2, breaker_cool_down_s=60.0)
     async with engine_factory() as here, engine_factory() as hung:
         hung.stall.add("/tokenize")
         views = [

@@ -36,6 +36,27 @@ async def test_body_that_needs_no_change_passes_byte_for_byte(
         assert fake.received[0].body == raw
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(b'\xef\xbb\xbf{"model":"m","prompt":"p"}', id="byte-order-mark"),
+        pytest.param('{"model":"m","prompt":"p"}'.encode("utf-16"), id="utf-16"),
+        pytest.param(b'{"model":"m","prompt":"p\\ud800"}', id="lone-surrogate"),
+        pytest.param(b'{"model":"m","prompt":[1,2],"cache_salt":"\\udfff"}', id="in-the-salt"),
+        pytest.param(b'{"model":"m","prompt":"p","temperature":NaN}', id="nan"),
+    ],
+)
+async def test_body_that_engines_can_read_passes_byte_for_byte(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, raw: bytes
+) -> None:
+    """Python's parser takes more than the standard; what to make of it is theirs."""
+    async with engine(answer_ok) as fake, balancer(instance(fake)) as proxy:
+        answer = await post(client, proxy.url + COMPLETIONS, raw)
+
+        assert answer.status_code == 200
+        assert fake.received[0].body == raw
+
+
 async def test_forbidden_fields_and_headers_are_removed(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
 ) -> None:

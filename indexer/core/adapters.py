@@ -1,0 +1,164 @@
+"""Lives of LoRA adapters: one unloaded, another loaded under its name.
+
+Rules:
+
+1. Ids rise, so the largest id seen with a name is the present life. A store that names a larger
+   one ends the credit of everything stored under that name before; a store that names a smaller
+   one comes from a request of the old life and gives no credit.
+2. Between 0.11.1 and 0.30 engines hash the name only: they take the old weights' blocks for the new
+   adapter's and build on them. What hangs under an ended block gives no credit either, and
+   its copies are counted apart, so that a removal never takes a block of the present life.
+3. Where a name has had one life, as nearly always, nothing is kept apart.
+
+Not handled: an adapter reloaded in place keeps its id, its name and its path, and the engine keeps
+the old weights' blocks itself. Nothing in any event tells of it.
+
+Cost: a dict entry per block of an adapter; a reload looks at all of them once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from indexer.core.block_rows import BlockRow
+from indexer.core.events import BlockStored
+from indexer.core.full_group import FullGroup
+from indexer.core.hashing import Namespace, root_key
+from indexer.core.types import BlockKey, EngineHash
+from indexer.core.window_group import WindowGroup
+
+Group = FullGroup | WindowGroup
+
+Place = tuple[int, EngineHash]
+"""Number of the group, engine hash."""
+
+
+class Adapters:
+    """The adapters of one rank."""
+
+    __slots__ = ("_ended", "_model", "_newest", "_root_of", "are_known")
+
+    def __init__(self, model: str) -> None:
+        self.are_known = False
+        """Some adapter has been named."""
+        self._model = model
+        self._newest: dict[BlockKey, int] = {}
+        """Present id of each adapter, named by its root key without a salt."""
+        self._root_of: dict[Place, BlockKey] = {}
+        """Blocks of present lives, each with its adapter."""
+        self._ended: dict[Place, int] = {}
+        """Copies of blocks of ended lives, and of what was stored under them."""
+
+    def __len__(self) -> int:
+        return len(self._root_of) + len(self._ended)
+
+    def ids(self) -> tuple[tuple[int, int], ...]:
+        """Root key and present id of each adapter: what outlives the process."""
+        return tuple(self._newest.items())
+
+    def clear(self) -> None:
+        """No block is held any more. Ids stay: they don't fall."""
+        self._root_of.clear()
+        self._ended.clear()
+
+    def admits(self, event: BlockStored, groups: Mapping[int, Group]) -> bool:
+        """Whether the event's blocks may give credit; if not, their copies are counted here.
+
+        If it begins another life of its adapter, all blocks of the one before leave `groups`.
+        """
+        lora, lora_id, number = event.lora, event.lora_id, event.group
+        root = None
+        is_ended = self._hangs_under_ended(event)
+        if lora is not None and lora_id is not None:
+            self.are_known = True
+            root = root_key(Namespace(model=self._model, lora=lora))
+            newest = self._newest.setdefault(root, lora_id)
+            if lora_id > newest:
+                self._newest[root] = lora_id
+                self._end_life(root, groups)
+                is_ended = self._hangs_under_ended(event)
+            is_ended = is_ended or lora_id < newest
+        if is_ended:
+            for each in event.hashes:
+                self._count_ended((number, each), 1)
+        elif root is not None:
+            self._root_of.update(((number, each), root) for each in event.hashes)
+        return not is_ended
+
+    def remove(self, number: int, group: Group, hashes: Sequence[EngineHash], tier: int) -> None:
+        """One copy of each hash went: of an ended block if there is one, else the group's."""
+        ended, others = self._ended, []
+        for each in hashes:
+            left = ended.get((number, each), 0) - 1
+            if left > 0:
+                ended[number, each] = left
+            elif left == 0:
+                del ended[number, each]
+            else:
+                others.append(each)
+        group.remove(others, tier)
+        for each in others:
+            if (number, each) in self._root_of and not _copies(group, each):
+                del self._root_of[number, each]
+
+    def restore(
+        self, ids: Iterable[tuple[int, int]], rows: Mapping[int, Iterable[BlockRow]]
+    ) -> None:
+        """Take over an earlier process's. Blocks under a salt are not found again."""
+        self._newest = {BlockKey(root): lora_id for root, lora_id in ids}
+        if not self._newest:
+            return
+        self.are_known = True
+        every = [(group, row) for group, each in rows.items() for row in each]
+        children: dict[BlockKey, list[BlockKey]] = {}
+        for _, row in every:
+            if row.key is not None and row.parent is not None:
+                children.setdefault(row.parent, []).append(row.key)
+        root_of = {key: root for root in self._newest for key in _descendants(root, children)}
+        for group, row in every:
+            if row.key in root_of and any(row.copies):
+                self._root_of[group, row.engine_hash] = root_of[row.key]
+
+    def _end_life(self, root: BlockKey, groups: Mapping[int, Group]) -> None:
+        for place in [place for place, owner in self._root_of.items() if owner == root]:
+            del self._root_of[place]
+            number, engine_hash = place
+            self._count_ended(place, _take_out(groups[number], engine_hash))
+
+    def _count_ended(self, place: Place, copies: int) -> None:
+        if copies:
+            self._ended[place] = self._ended.get(place, 0) + copies
+
+    def _hangs_under_ended(self, event: BlockStored) -> bool:
+        group, ended = event.group, self._ended
+        if not ended:
+            return False
+        if event.parent is not None and (group, event.parent) in ended:
+            return True
+        return any((group, each) in ended for each in event.hashes)
+
+
+def _take_out(group: Group, engine_hash: EngineHash) -> int:
+    """Remove every copy of a hash. Returns how many there were."""
+    if isinstance(group, FullGroup):
+        parked = group.orphans.take(engine_hash)
+        if parked is not None:
+            return sum(parked.copies)
+    copies = _copies(group, engine_hash)
+    for tier, count in enumerate(copies):
+        group.remove([engine_hash] * count, tier)
+    return sum(copies)
+
+
+def _copies(group: Group, engine_hash: EngineHash) -> tuple[int, ...]:
+    row = group.row(engine_hash)
+    return row.copies if row is not None and any(row.copies) else ()
+
+
+def _descendants(root: BlockKey, children: Mapping[BlockKey, Sequence[BlockKey]]) -> set[BlockKey]:
+    found: set[BlockKey] = set()
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found

@@ -1,0 +1,45 @@
+"""What a writing process knows of one rank's place in Redis. A value that its writer changes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from indexer.core.types import Trust
+from indexer.redis_index.keys import RankKeys
+from indexer.redis_index.packing import tiers_in
+from indexer.redis_index.program import Groups, keys_of_group
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Home:
+    """What this process knows of a rank's place in Redis."""
+
+    model: str
+    keys: RankKeys
+    owner: bytes
+    epoch: int
+    """0: no epoch was ever opened."""
+    seq: bytes
+    """Batch that Redis should have last; other words while the rank is rewritten."""
+    trust: Trust
+    groups: Groups = field(default_factory=dict)
+    is_whole: bool = True
+    description: bytes = b""
+    """What the table of ranks should say of it."""
+    record: Sequence[bytes | None] = ()
+    """Digest and facts, as found when it was claimed."""
+
+    def data_keys(self) -> list[str]:
+        """Every key the present epoch can have, beside life and state."""
+        return [
+            key
+            for entry in self.groups.values()
+            for key in keys_of_group(self.keys, self.epoch, entry)
+        ]
+
+    def set_keys(self) -> list[str]:
+        """Keys of the sets that have ever had a block."""
+        return [
+            self.keys.blocks(self.epoch, entry.group, entry.block_size, tier)
+            for entry in self.groups.values()
+            for tier, _ in tiers_in(entry.tiers)
+        ]

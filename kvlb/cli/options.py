@@ -1,0 +1,64 @@
+"""Options that several commands take, and how their results are printed."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from balancer.core.routing_settings import PolicyName
+
+
+class Format(StrEnum):
+    """How a command prints its result."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class TableFormat(StrEnum):
+    """How `audit` prints its result."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+class SimulatedConnector(StrEnum):
+    """How simulated engines hand over KV cache."""
+
+    NIXL = "nixl"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
+InstanceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL[,NAME=VALUE…]",
+        help="An engine: `http://host:port`, then any of `events=tcp://…`, `replay=tcp://…`, "
+        "`role=prefill|decode|mixed`, `alias=…`, `connector=NAME`, `ranks=N`, `rank_base=N`. "
+        "Repeatable.",
+    ),
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A YAML file; see docs/configuration.md.")
+]
+PolicyOption = Annotated[
+    PolicyName | None, typer.Option(help="How an instance is chosen; kvlb if not said.")
+]
+HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
+PortOption = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")]
+RedisOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Redis that holds the index: `redis://host:6379`, `rediss://…`, `unix:///path`. "
+        "Its password goes into KVLB_REDIS_PASSWORD.",
+    ),
+]
+SimulateArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="FLEET",
+        help="`2p2d`: two prefill and two decode instances; `4`: four mixed ones.",
+    ),
+]

@@ -1,0 +1,1 @@
+"""Facts about engines, and the checks that judge them. Pure."""

@@ -1,0 +1,4 @@
+"""`kvlb record`: writes what an engine publishes and answers, for `kvlb audit` and for tests.
+
+The format is that of tests/captures/README.md.
+"""

@@ -1,0 +1,161 @@
+"""Between a rank's tables and Redis: batches written together, and what waits for what."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from indexer.config import RankSource
+from indexer.core.events import BlockRemoved, BlockStored, Event, EventBatch
+from indexer.core.hashing import Namespace
+from indexer.core.index import Prompt
+from indexer.core.rank_blocks import RankBlocks
+from indexer.core.types import EngineHash, InstanceId, RankId, Trust
+from indexer.rank_keeper import RankKeeper
+from indexer.redis_index.connection import RedisConnection
+from indexer.redis_index.redis_index import RedisIndex
+
+SIZE = 4
+R0 = RankId(InstanceId("http://e0:8000"), 0)
+PROMPT = Prompt(Namespace(model="tiny"), range(100 * SIZE))
+
+
+def stored(number: int) -> BlockStored:
+    """Block `number` of the prompt, counted from one."""
+    parent = EngineHash(number - 1) if number > 1 else None
+    tokens = list(range((number - 1) * SIZE, number * SIZE))
+    return BlockStored([EngineHash(number)], parent, tokens, SIZE, kind="full_attention")
+
+
+def removed(number: int) -> BlockRemoved:
+    return BlockRemoved([EngineHash(number)])
+
+
+class Kept:
+    """A rank, its keeper and its Redis. The keeper writes by itself only inside `running`."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.index = RedisIndex(RedisConnection(server.settings()))
+        self.faults: Counter[str] = Counter()
+        source = RankSource(rank=R0, alias="e0", model="tiny", events="", replay=None)
+        self.keeper = RankKeeper(
+            index=self.index,
+            journal=self.index,
+            source=source,
+            faults=self.faults,
+            on_progress=lambda: None,
+        )
+        self.blocks = self.new_life(1)
+        self._seq = 0
+
+    def new_life(self, epoch: int) -> RankBlocks:
+        self.blocks = RankBlocks(rank=R0, model="tiny", epoch=epoch, keeps_rows=True)
+        return self.blocks
+
+    async def apply(self, *events: Event, payload: bytes = b"") -> None:
+        batch = EventBatch(1.0, 0, list(events))
+        await self.keeper.apply(self.blocks, self._seq, batch, payload)
+        self._seq += 1
+
+    async def held(self) -> int:
+        match = (await self.index.match(PROMPT))[R0]
+        return match.tokens // SIZE
+
+    async def is_written(self) -> None:
+        async with asyncio.timeout(5):
+            while True:
+                if not self.keeper.has_unwritten:
+                    return
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def kept(own_redis: Any) -> AsyncIterator[Kept]:
+    """In its first epoch, with nothing stored."""
+    server = own_redis()
+    server.start()
+    kept = Kept(server)
+    await kept.keeper.open(kept.blocks)
+    yield kept
+    await kept.index.aclose()
+
+
+async def test_batches_that_wait_are_written_as_one(kept: Kept) -> None:
+    """Net: what came and went among them is not written at all."""
+    for number in range(1, 6):
+        await kept.apply(stored(number))
+    await kept.apply(removed(5))
+    before = await kept.held()
+    kept.server.command("CONFIG", "RESETSTAT")
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(kept.keeper.run())
+        await kept.is_written()
+        running.cancel()
+    stats = kept.server.command("INFO", "commandstats")
+
+    assert (before, await kept.held(), kept.keeper.written_seq) == (0, 4, 5)
+    assert "cmdstat_sadd:calls=1," in stats
+    assert "cmdstat_srem" not in stats
+
+
+async def test_trust_is_told_after_what_it_speaks_of(kept: Kept) -> None:
+    """Whoever reads that a rank is exact finds its blocks there."""
+    await kept.apply(stored(1), stored(2))
+    await kept.keeper.set_trust(Trust.EXACT)
+
+    assert await kept.held() == 2
+    assert not kept.keeper.has_unwritten
+
+
+async def test_new_epoch_drops_what_the_old_one_left_unwritten(kept: Kept) -> None:
+    """It never comes back, not even with the next batch."""
+    await kept.apply(stored(1), stored(2))
+    await kept.keeper.open(kept.new_life(2))
+    assert await kept.held() == 0
+
+    await kept.apply(stored(1))
+    await kept.keeper.set_trust(Trust.EXACT)
+    assert await kept.held() == 1
+
+
+async def test_only_so_much_waits_to_be_written(kept: Kept) -> None:
+    """Else one script would hold up every lookup: the stream waits for Redis then."""
+    large = bytes(65 * 1024)
+    await kept.apply(stored(1), payload=large)
+    async with asyncio.TaskGroup() as group:
+        second = group.create_task(kept.apply(stored(2), payload=large))
+        done, _ = await asyncio.wait((second,), timeout=0.05)
+        running = group.create_task(kept.keeper.run())
+        await second
+        await kept.is_written()
+        running.cancel()
+
+    assert done == set()
+    assert await kept.held() == 2
+    assert kept.faults == {}
+
+
+async def test_broken_redis_holds_nobody_up(kept: Kept) -> None:
+    """However much comes: the tables have it, and it is written anew."""
+    kept.server.stop()
+    large = bytes(65 * 1024)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(kept.keeper.run())
+        for number in range(1, 9):
+            await kept.apply(stored(number), payload=large)
+        await kept.is_written()
+        problem = kept.keeper.problem
+        kept.server.start()
+        async with asyncio.timeout(10):
+            while True:
+                if not kept.keeper.is_behind:
+                    break
+                await asyncio.sleep(0.02)
+        running.cancel()
+
+    assert "is it running" in (problem or "")
+    assert await kept.held() == 8
+    assert kept.keeper.problem is None
