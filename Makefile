@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test check fix bench lint types contracts unit e2e deep clean services test-engine
+.PHONY: help demo docs test check fix bench lint types contracts unit e2e deep sabotage clean services test-engine
 
 help: ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,9 +59,13 @@ test-engine: $(READY) ## Tests against real vLLM on the CPU. Installs it (2.5 GB
 	@test -n "$$KVLB_ENGINE_VENV" || tests/real_engine/install.sh .venv-engine
 	$(BIN)/python -m pytest -m engine -rP tests/real_engine
 
-docs: $(READY) ## Write docs/configuration.md from the settings' docstrings.
+sabotage: $(READY) ## Break a line per fault of docs/faults.md, and see that its test notices. By hand: a quarter of an hour.
+	$(BIN)/python tests/sabotage.py
+
+docs: $(READY) ## Write docs/configuration.md from the settings' docstrings, docs/faults.md from its table.
 	$(BIN)/kvlb config reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+	$(BIN)/python tests/sabotage.py --page > docs/faults.md
 
 bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RESULTS.md.
 	$(BIN)/python -m benchmarks

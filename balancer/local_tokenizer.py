@@ -17,6 +17,12 @@ from balancer.core.chat_template import (
     TemplateBrokenError,
     TemplateRefusedError,
 )
+from balancer.core.media_prefix import (
+    MIN_CREDITABLE_TOKENS,
+    STAND_INS,
+    common_prefix,
+    with_stand_in,
+)
 from balancer.core.prompt_shape import (
     ChatShape,
     TextShape,
@@ -55,29 +61,49 @@ class LocalTokenizer:
         self._templates = templates
 
     def encode(self, shape: TextShape | ChatShape) -> Tokens:
-        """Ids of each prompt. Raises UnscorableError."""
-        if isinstance(shape, TextShape):
-            texts: Sequence[str] = shape.texts
-        else:
-            texts = (self._render(shape),)
-        try:
-            encodings = self._tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=shape.add_special_tokens
-            )
-        except BaseException as error:  # a panic of the native library is not an Exception
-            raise UnscorableError(Unscorable.TOKENIZER_FAILED) from error
-        tokens = tuple(array("I", encoding.ids) for encoding in encodings)
+        """Ids of each prompt, of a chat with media those before the first. Raises UnscorableError."""
+        if isinstance(shape, ChatShape) and shape.has_media:
+            return (self._encode_before_media(shape),)
+        texts = shape.texts if isinstance(shape, TextShape) else (self._render(shape),)
+        tokens = self._encode(texts, add_special_tokens=shape.add_special_tokens)
         for each in tokens:
             check_text_length(len(each), shape.truncation)
         return tokens
 
-    def _render(self, shape: ChatShape) -> str:
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> Tokens:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except BaseException as error:  # a panic of the native library is not an Exception
+            raise UnscorableError(Unscorable.TOKENIZER_FAILED) from error
+        return tuple(array("I", encoding.ids) for encoding in encodings)
+
+    def _encode_before_media(self, shape: ChatShape) -> "array[int]":
+        if shape.truncation is not None:
+            raise UnscorableError(Unscorable.TRUNCATED)
+        sees_parts = self._template_for(shape).content_format == "openai"
+        shapes = [with_stand_in(shape, text, keeps_order=sees_parts) for text in STAND_INS]
+        if sees_parts:
+            shapes.append(shape)
+        texts = [self._render(each) for each in shapes]
+        tokens = self._encode(texts, add_special_tokens=shape.add_special_tokens)
+        creditable = common_prefix(tokens)
+        if creditable < MIN_CREDITABLE_TOKENS:
+            raise UnscorableError(Unscorable.MULTIMODAL)
+        return tokens[0][:creditable]
+
+    def _template_for(self, shape: ChatShape) -> ChatTemplate:
         if shape.chat_template is not None:
             raise UnscorableError(Unscorable.UNSUPPORTED_FIELD)
         template = self._templates.get("tool_use") if shape.tools is not None else None
         template = template or self._templates.get("default")
         if template is None:
             raise UnscorableError(Unscorable.NO_TOKENIZER)
+        return template
+
+    def _render(self, shape: ChatShape) -> str:
+        template = self._template_for(shape)
         try:
             return template.render(template_inputs(shape, template.content_format))
         except TemplateRefusedError as error:

@@ -14,6 +14,7 @@ from balancer.core.breaker import Breaker
 from balancer.core.control_errors import EngineCallError, TokenizeRefusedError
 from balancer.core.control_settings import TokensSettings
 from balancer.core.fleet import Fleet
+from balancer.core.media_prefix import guess_rest_tokens
 from balancer.core.prompt_limits import PromptLimits, find_model_tokens
 from balancer.core.prompt_shape import (
     ChatShape,
@@ -80,10 +81,29 @@ class PromptReader:
             if isinstance(shape, IdsShape):
                 ids = [truncate_ids(each, shape.truncation) for each in shape.prompts]
                 return PromptView(prompts=self._pack(fleet, request, ids), source="ids")
+            if isinstance(shape, ChatShape) and shape.has_media:
+                return await self._read_before_media(fleet, request, shape)
             tokens, source = await self._tokenize(fleet, request, shape)
             return PromptView(prompts=self._pack(fleet, request, tokens), source=source)
         except UnscorableError as error:
             return PromptView(unscorable=error.reason.value)
+
+    async def _read_before_media(
+        self, fleet: Fleet, request: GenerateRequest, shape: ChatShape
+    ) -> PromptView:
+        """Only the text before the first medium can be matched. Engines aren't asked: they fetch."""
+        ends_s = asyncio.get_running_loop().time() + self._deadline_s
+        try:
+            ((known,), source) = await self._tokenize_here(request, shape, ends_s)
+        except UnscorableError as error:
+            reason = error.reason
+            has_failed = reason in ENGINE_MAY_KNOW or reason is Unscorable.REFUSED
+            raise UnscorableError(Unscorable.MULTIMODAL if has_failed else reason) from error
+        ids = array("I", known)
+        ids.extend([0] * guess_rest_tokens(shape))
+        self._limits.check_lengths([len(ids)], find_model_tokens(fleet, request.model))
+        prompts = _prompts(request, [ids], creditable_tokens=len(known))
+        return PromptView(prompts=prompts, source=source)
 
     def _pack(
         self, fleet: Fleet, request: GenerateRequest, ids: Sequence[Sequence[int]]
@@ -94,30 +114,40 @@ class PromptReader:
     async def _tokenize(
         self, fleet: Fleet, request: GenerateRequest, shape: TextShape | ChatShape
     ) -> tuple[Tokens, str]:
+        ends_s = asyncio.get_running_loop().time() + self._deadline_s
+        try:
+            return await self._tokenize_here(request, shape, ends_s)
+        except UnscorableError as error:
+            if error.reason not in ENGINE_MAY_KNOW or self._engine is None:
+                raise
+        tokens = await self._engine.encode(fleet, request, shape, ends_s)
+        self._pool.remember(shape_digest(shape, request.model), tokens)
+        return tokens, "engine"
+
+    async def _tokenize_here(
+        self, request: GenerateRequest, shape: TextShape | ChatShape, ends_s: float
+    ) -> tuple[Tokens, str]:
         key = shape_digest(shape, request.model)
         remembered = self._pool.recall(key)
         if remembered is not None:
             return remembered, "cache"
-        ends_s = asyncio.get_running_loop().time() + self._deadline_s
         try:
             async with asyncio.timeout_at(ends_s):
                 return await self._pool.encode(request.base_model, shape, key), "local"
         except TimeoutError as error:
             raise UnscorableError(Unscorable.TIMEOUT) from error
-        except UnscorableError as error:
-            if error.reason not in ENGINE_MAY_KNOW or self._engine is None:
-                raise
-        tokens = await self._engine.encode(fleet, request, shape, ends_s)
-        self._pool.remember(key, tokens)
-        return tokens, "engine"
 
 
-def _prompts(request: GenerateRequest, ids: Sequence[Sequence[int]]) -> tuple[Prompt, ...]:
+def _prompts(
+    request: GenerateRequest,
+    ids: Sequence[Sequence[int]],
+    creditable_tokens: int | None = None,
+) -> tuple[Prompt, ...]:
     namespace = Namespace(
         model=request.base_model, lora=request.lora, cache_salt=request.cache_salt
     )
     try:
-        return tuple(Prompt(namespace, each) for each in ids)
+        return tuple(Prompt(namespace, each, creditable_tokens=creditable_tokens) for each in ids)
     except (OverflowError, TypeError) as error:
         raise UnscorableError(Unscorable.BAD_TOKENS) from error
 

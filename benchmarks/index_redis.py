@@ -19,6 +19,8 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import IO, Any
 
+import uvloop
+
 from benchmarks.redis_workload import (
     BLOCK_SIZE,
     TURN_S,
@@ -382,7 +384,7 @@ def main() -> None:
     scale = QUICK if options.quick else FULL
     if options.blocks:
         scale = replace(scale, blocks=options.blocks)
-    asyncio.run(measure(scale))
+    uvloop.run(measure(scale))  # as every command of kvlb
 
 
 if __name__ == "__main__":

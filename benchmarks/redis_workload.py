@@ -14,6 +14,7 @@ from itertools import cycle
 from typing import Any
 
 import msgspec
+import uvloop
 
 from indexer.config import RankSource
 from indexer.core.events import BlockStored, EventBatch, decode_batch
@@ -194,4 +195,4 @@ async def _serve(url: str, count: int, tokens: int, blocks_per_s: float) -> None
 
 if __name__ == "__main__":
     _url, _ranks, _tokens, _rate = sys.argv[1:]
-    asyncio.run(_serve(_url, int(_ranks), int(_tokens), float(_rate)))
+    uvloop.run(_serve(_url, int(_ranks), int(_tokens), float(_rate)))

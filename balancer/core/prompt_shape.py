@@ -7,7 +7,7 @@ Rules:
 2. Messages and tools are put in the form in which vLLM hands them to a chat template: parts
    joined or kept (`ChatTemplate.content_format`), tool-call arguments as objects, declared
    fields of tools first and never left out.
-3. No URL is ever fetched; a chat with media is unscorable as a whole.
+3. No URL is ever fetched. Of a media part only its kind is kept (`core.media_prefix`).
 
 Cost: linear in messages and tools, not in text.
 """
@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from xxhash import xxh3_128_digest
@@ -101,10 +101,26 @@ class ChatShape:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     truncation: Truncation | None = None
+    has_media: bool = False
+    """Some parts are pictures, sounds or films; they are without their content here."""
 
 
 PromptShape = IdsShape | TextShape | ChatShape
 
+MEDIA_PARTS: Final = {
+    "image_url": "image",
+    "image_pil": "image",
+    "image_embeds": "image",
+    "input_image": "image",
+    "image": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "audio_embeds": "audio",
+    "audio": "audio",
+    "video_url": "video",
+    "video": "video",
+}
+"""Kind of each media part, as the engine names it to a template that sees parts."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 
 
@@ -145,10 +161,12 @@ def _chat(body: Mapping[str, Any]) -> ChatShape:
         raise UnscorableError(Unscorable.BAD_PROMPT)
     for message in messages:
         _check_message(message)
+    bare = [_without_media(message) for message in messages]
     if body.get("mm_processor_kwargs") or body.get("media_io_kwargs"):
         raise UnscorableError(Unscorable.UNSUPPORTED_FIELD)
     return ChatShape(
-        messages=messages,
+        messages=bare,
+        has_media=any(new is not old for new, old in zip(bare, messages, strict=True)),
         tools=_objects(body, "tools"),
         documents=_objects(body, "documents"),
         add_generation_prompt=_flag(body, "add_generation_prompt", default=True),
@@ -180,10 +198,25 @@ def _check_part(part: object) -> None:
     kind = part.get("type", "text")
     if kind == "prompt_embeds":
         raise UnscorableError(Unscorable.PROMPT_EMBEDS)
+    if kind in MEDIA_PARTS:
+        return
     if kind not in TEXT_PARTS:
         raise UnscorableError(Unscorable.MULTIMODAL)
     if not isinstance(_part_text(part), str | None):
         raise UnscorableError(Unscorable.BAD_PROMPT)
+
+
+def _without_media(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message itself if it has none; else with nothing but the kind of each."""
+    content = message.get("content")
+    if not isinstance(content, list) or not any(_is_medium(part) for part in content):
+        return message
+    bare = [{"type": MEDIA_PARTS[part["type"]]} if _is_medium(part) else part for part in content]
+    return {**message, "content": bare}
+
+
+def _is_medium(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in MEDIA_PARTS
 
 
 def _part_text(part: Mapping[str, Any]) -> Any:
@@ -276,7 +309,11 @@ def _content(message: Mapping[str, Any], content_format: ContentFormat) -> Any:
         return "\n".join(text for text in texts if text)
     if message["role"] == "tool":  # joined for any template: few can show a list of parts here
         return "\n".join(text for text in texts if text is not None)
-    return [{"type": "text", "text": text} for text in texts if text is not None]
+    return [
+        part if _is_medium(part) else {"type": "text", "text": text}
+        for part, text in zip(parts, texts, strict=True)
+        if text is not None or _is_medium(part)
+    ]
 
 
 def _tool_call(call: object) -> Mapping[str, Any]:

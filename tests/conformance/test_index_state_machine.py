@@ -1,9 +1,13 @@
-"""Random lives of a fleet: our tables and index against a model that has no memory of its own.
+"""Random lives of a fleet: stream, tables and index against a model that has no memory of its own.
 
-The model keeps what engines said (copies per rank, group, tier and block) and works out every
+The model keeps what engines hold (copies per rank, group, tier and block) and works out every
 answer from scratch: a block is held if a copy lies anywhere, a prompt's overlap is the run of held
 blocks from its start, and in the hybrid rank the last blocks before the end must lie in the
 window group too. A block's engine hash is a hash of the tuple of names of its prefix.
+
+Between the model and the tables lies a network: batches are lost, doubled, overtaken; replays come
+bit by bit or not at all; engines restart, seen or not. What the index says of a rank is compared
+whenever that rank's stream has applied all of the engine's present life; `settle` makes it so.
 """
 
 import asyncio
@@ -35,12 +39,25 @@ from indexer.core.index import (
     RankUpdate,
     StaleEpochError,
 )
+from indexer.core.known_batches import payload_digest
 from indexer.core.rank_blocks import RankBlocks
+from indexer.core.replay import StreamLimits
+from indexer.core.stream import RankStream
+from indexer.core.stream_effects import (
+    ApplyBatch,
+    BatchOutcome,
+    Effect,
+    OpenEpoch,
+    RequestReplay,
+)
 from indexer.core.types import EngineHash, InstanceId, RankId, Tier, Trust
 from indexer.redis_index.redis_index import RedisIndex
 
 SIZE = 2
 DEPTH = 4
+STEPS_PER_LIFE = 40
+DEEP = 10_000
+"""Examples of the deep profile."""
 WINDOW_TOKENS = 2 * SIZE + 1
 """Two blocks before the end of a hit."""
 HYBRID = 1
@@ -107,22 +124,63 @@ def contents(blocks: RankBlocks) -> set[tuple[int, BlockRow | None, Tier | None,
 
 
 class Life:
-    """One rank: our tables, and the model."""
+    """One rank: the engine as the model has it, the network, and our stream and tables."""
 
-    def __init__(self, at: int, epoch: int) -> None:
+    def __init__(self, at: int) -> None:
         self.at = at
-        self.epoch = epoch
+        self.epoch = 1
         self.is_known = False
         """The index has heard of this epoch."""
+        # The engine.
+        self.copies: Counter[tuple[int, Tier, Path]] = Counter()
+        self.batches: list[bytes] = []
+        """Payloads of the engine's present life; all of them can be replayed."""
+        self.contents: dict[bytes, EventBatch] = {}
+        self.published = 0
+        # The network.
+        self.delayed: list[tuple[int, bytes]] = []
+        self.answer: list[int] = []
+        """Numbers that the replay under way has yet to deliver."""
+        self.ticket = 0
+        # The indexer.
+        self.is_connected = False
+        self.is_silenced = False
+        """Some question was never answered, so something may have been given up."""
+        self.stream = new_stream()
         self.blocks = self.new_blocks()
         self.kept = KeptRows()
-        self.copies: Counter[tuple[int, Tier, Path]] = Counter()
-        self.seq = 0
+        self.applied: list[bytes] = []
+        """Payloads applied in the present epoch."""
 
     def new_blocks(self) -> RankBlocks:
         return RankBlocks(
             rank=RANKS[self.at], model=MODELS[self.at], epoch=self.epoch, keeps_rows=True
         )
+
+    def begin_epoch(self) -> None:
+        """The tables are empty, whatever the engine holds."""
+        self.epoch += 1
+        self.is_known = False
+        self.blocks, self.kept, self.applied = self.new_blocks(), KeptRows(), []
+
+    @property
+    def is_settled(self) -> bool:
+        """All of the engine's present life was applied, in order, and nothing else."""
+        return self.applied == self.batches
+
+    def add_batch(self, events: Sequence[Event]) -> tuple[int, bytes]:
+        """The engine publishes: its clock and its count of batches only rise."""
+        self.published += 1
+        payload = b"%d" % self.published
+        self.contents[payload] = EventBatch(float(self.published), 0, list(events))
+        self.batches.append(payload)
+        return len(self.batches) - 1, payload
+
+    def restart_engine(self) -> None:
+        """Empty caches, numbers from 0. What is on its way may still arrive."""
+        self.copies.clear()
+        self.batches.clear()
+        self.answer.clear()
 
     def holds(self, path: Path, group: int = 0) -> bool:
         return any(self.copies[group, tier, path] for tier in Tier)
@@ -156,6 +214,15 @@ class Life:
         return {tier: blocks * SIZE for tier, blocks in fastest.items()}
 
 
+def time_of(payload: bytes) -> float | None:
+    """Payloads are the times at which they were published."""
+    return float(payload) if payload else None
+
+
+def new_stream() -> RankStream:
+    return RankStream(can_replay=True, ts_of=time_of, limits=StreamLimits())
+
+
 ranks = st.integers(0, len(RANKS) - 1)
 paths = st.sampled_from(PATHS)
 tiers = st.sampled_from((Tier.GPU, Tier.GPU, Tier.GPU, Tier.CPU, Tier.STORAGE))
@@ -165,7 +232,9 @@ stores = st.tuples(st.just("store"), paths, tiers, st.integers(0, DEPTH - 1))
 removals = st.tuples(st.just("remove"), paths, tiers, picks)
 strangers = st.tuples(st.just("remove_unknown"), paths, tiers, st.integers(0, 1))
 offloads = st.tuples(st.just("offload"), paths, tiers, picks)
+fates = st.sampled_from(("sent", "sent", "sent", "lost", "twice", "overtaken"))
 steps = st.lists(stores | stores | removals | strangers | offloads, max_size=8)
+sent = st.lists(st.tuples(steps, fates), min_size=1, max_size=4)
 
 Step = tuple[str, Path, Tier, int]
 
@@ -180,42 +249,91 @@ class Fleet(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.index = self.make_index()
-        self.lives = [Life(at, 1) for at in range(len(RANKS))]
+        self.lives = [Life(at) for at in range(len(RANKS))]
         self.trust: dict[RankId, Trust] = {}
 
     def teardown(self) -> None:
         self.runner.run(_await(self.close_index(self.index)))
         self.runner.close()
 
-    @rule(at=ranks, steps=steps)
-    def publish(self, at: int, steps: Sequence[Step]) -> None:
-        """One batch of one rank."""
+    # What engines and the network do.
+
+    @rule(at=ranks, sent=sent, settles=st.booleans())
+    def publish(self, at: int, sent: Sequence[tuple[Sequence[Step], str]], settles: bool) -> None:
+        """Some batches of one rank, and what becomes of each on the way."""
         life = self.lives[at]
-        events = [event for step in steps for event in self._events(life, step)]
-        self._apply(life, EventBatch(float(life.seq), 0, events))
+        for steps, fate in sent:
+            events = [event for step in steps for event in self._events(life, step)]
+            self._send(life, events, fate)
+        if settles:
+            self._settle(life)
 
-    @rule(at=ranks, steps=steps)
-    def restart(self, at: int, steps: Sequence[Step]) -> None:
-        """A new epoch empties the rank."""
-        self.lives[at] = Life(at, self.lives[at].epoch + 1)
-        self.publish(at, steps)
-
-    @rule(at=ranks, before=steps, after=steps)
-    def reset(self, at: int, before: Sequence[Step], after: Sequence[Step]) -> None:
+    @rule(at=ranks, before=steps, after=steps, fate=fates)
+    def reset(self, at: int, before: Sequence[Step], after: Sequence[Step], fate: str) -> None:
         """The cache is cleared between other events of one batch."""
         life = self.lives[at]
         events: list[Event] = [event for step in before for event in self._events(life, step)]
         life.copies.clear()
         events.append(AllBlocksCleared())
         events += [event for step in after for event in self._events(life, step)]
-        self._apply(life, EventBatch(float(life.seq), 0, events))
+        self._send(life, events, fate)
+
+    @rule(at=ranks, pick=picks)
+    def deliver(self, at: int, pick: int) -> None:
+        """A batch that was overtaken arrives at last."""
+        life = self.lives[at]
+        if life.delayed:
+            self._perform(life, life.stream.on_live(*life.delayed.pop(pick % len(life.delayed))))
+
+    @rule(at=ranks, messages=st.integers(1, 4))
+    def answer(self, at: int, messages: int) -> None:
+        """Some of a replay arrives."""
+        self._answer(self.lives[at], messages)
+
+    @rule(at=ranks)
+    def silence(self, at: int) -> None:
+        """A replay stops without its end."""
+        life = self.lives[at]
+        if life.stream.is_replaying:
+            life.is_silenced = True
+            self._perform(life, life.stream.on_replay_failed(life.ticket))
+
+    @rule(at=ranks, is_seen=st.booleans())
+    def restart(self, at: int, is_seen: bool) -> None:
+        """Another process at the same address; the connection tells, or breaks unnoticed."""
+        life = self.lives[at]
+        life.restart_engine()
+        if life.is_connected:
+            self._perform(life, life.stream.on_disconnected())
+            life.is_connected = False
+        if is_seen:
+            self._connect(life)
+
+    @rule(at=ranks)
+    def settle(self, at: int) -> None:
+        """Everything arrives and every question is answered: all is as the engine says.
+
+        An engine that was restarted and has published nothing need not publish for that.
+        """
+        life = self.lives[at]
+        if life.batches or not life.is_connected:
+            self._settle(life)
+            return
+        life.delayed.clear()
+        self._answer(life, 10_000)
+        assert life.is_settled
+
+    # What the indexer does.
 
     @rule(at=ranks)
     def retire(self, at: int) -> None:
-        """The rank leaves the fleet; it may return with its next batch."""
+        """The rank leaves the fleet, and is followed anew."""
+        life = self.lives[at]
         self.runner.run(self.index.retire(RANKS[at]))
         self.trust.pop(RANKS[at], None)
-        self.lives[at] = Life(at, self.lives[at].epoch + 1)
+        life.begin_epoch()
+        life.stream, life.is_connected = new_stream(), False
+        life.answer.clear()
 
     @rule(at=ranks)
     def resume(self, at: int) -> None:
@@ -241,8 +359,14 @@ class Fleet(RuleBasedStateMachine):
         restored = life.new_blocks()
         assert restored.restore(groups, rows, kept.facts)
         assert contents(restored) == contents(life.blocks)
-        if not life.blocks.orphans:
-            life.blocks = restored
+        if life.blocks.orphans:
+            return
+        life.blocks = restored
+        if life.applied:
+            last = len(life.applied) - 1
+            life.stream, life.is_connected = new_stream(), False
+            life.stream.resume(last, payload_digest(life.applied[last]), Trust.EXACT)
+            life.answer.clear()
 
     @rule(at=ranks, part_blocks=st.integers(1, 5))
     def rewrite(self, at: int, part_blocks: int) -> None:
@@ -293,14 +417,14 @@ class Fleet(RuleBasedStateMachine):
     @invariant()
     def every_prompt_has_the_overlap_of_the_model(self) -> None:
         for (model, leaf), matches in self.runner.run(self._match_all()).items():
-            assert {rank: match.tokens_by_tier for rank, match in matches.items()} == {
-                RANKS[life.at]: life.overlap(leaf)
-                for life in self.lives
-                if life.is_known and MODELS[life.at] == model
-            }
-            for rank, match in matches.items():
-                assert match.trust is self.trust.get(rank, Trust.EXACT)
-                assert match.epoch == self.lives[RANKS.index(rank)].epoch
+            known = [life for life in self.lives if life.is_known and MODELS[life.at] == model]
+            assert set(matches) == {RANKS[life.at] for life in known}
+            for life in known:
+                match = matches[RANKS[life.at]]
+                if life.is_settled:
+                    assert match.tokens_by_tier == life.overlap(leaf)
+                assert match.trust is self._trust_of(life.at)
+                assert match.epoch == life.epoch
 
     async def _match_all(self) -> dict[tuple[str, Path], dict[RankId, PrefixMatch]]:
         return {asked: await self.index.match(prompt) for asked, prompt in PROMPTS.items()}
@@ -310,19 +434,76 @@ class Fleet(RuleBasedStateMachine):
         """In the hybrid rank the window group's blocks come on top, so only the rest is counted."""
         held = self.runner.run(self.index.size()).entries_by_rank
         for life in self.lives:
-            if life.is_known and life.at != HYBRID:
+            if life.is_known and life.is_settled and life.at != HYBRID:
                 assert held[RANKS[life.at]] == life.reachable_entries()
                 assert life.blocks.held_blocks == life.reachable_blocks()
 
     @invariant()
     def empty_ranks_keep_nothing(self) -> None:
         for life in self.lives:
-            if not life.copies.total():
+            if life.is_settled and not life.copies.total():
                 assert life.blocks.tracked_entries() == 0
 
-    def _apply(self, life: Life, batch: EventBatch) -> None:
-        update = life.blocks.apply(life.seq, batch)
-        life.seq += 1
+    def _connect(self, life: Life) -> None:
+        if not life.is_connected:
+            life.is_connected = True
+            self._perform(life, life.stream.on_connected())
+
+    def _send(self, life: Life, events: Sequence[Event], fate: str) -> None:
+        batch = life.add_batch(events)
+        self._connect(life)
+        if fate == "overtaken":
+            life.delayed.append(batch)
+        elif fate != "lost":
+            for _ in range(2 if fate == "twice" else 1):
+                self._perform(life, life.stream.on_live(*batch))
+
+    def _settle(self, life: Life) -> None:
+        for batch in life.delayed:
+            self._perform(life, life.stream.on_live(*batch))
+        life.delayed.clear()
+        self._send(life, (), "sent")
+        self._answer(life, 10_000)
+        if life.is_silenced and life.stream.wants_rebuild:
+            self._perform(life, life.stream.on_rebuild_wanted())
+            self._answer(life, 10_000)
+        life.is_silenced = False
+        assert life.is_settled
+
+    def _answer(self, life: Life, messages: int) -> None:
+        for _ in range(messages):
+            if not life.stream.is_replaying:
+                return
+            if life.answer:
+                seq = life.answer.pop(0)
+                replayed = life.stream.on_replayed(life.ticket, seq, life.batches[seq])
+                self._perform(life, replayed)
+            else:
+                self._perform(life, life.stream.on_replay_end(life.ticket))
+
+    def _perform(self, life: Life, effects: Sequence[Effect]) -> None:
+        """In order, as the subscriber does; what a batch showed goes back to the stream."""
+        for effect in effects:
+            match effect:
+                case ApplyBatch(seq=seq, payload=payload):
+                    self._apply(life, seq, payload)
+                    outcome = BatchOutcome(orphans=life.blocks.orphans)
+                    self._perform(life, life.stream.on_applied(seq, outcome))
+                case RequestReplay(from_seq=from_seq, ticket=ticket):
+                    life.ticket = ticket
+                    life.answer = list(range(from_seq, len(life.batches)))
+                case OpenEpoch():
+                    life.begin_epoch()
+                    self._write(life, life.blocks.apply(-1, EventBatch(0.0, 0, [])))
+                case _:
+                    pass
+
+    def _apply(self, life: Life, seq: int, payload: bytes) -> None:
+        batch = life.contents[payload]
+        self._write(life, life.blocks.apply(seq, batch, payload_digest(payload)))
+        life.applied.append(payload)
+
+    def _write(self, life: Life, update: RankUpdate) -> None:
         life.kept.take(update)
         self.runner.run(self.index.apply(update))
         life.is_known = True
@@ -390,4 +571,12 @@ def test_fleet_answers_as_the_model_does(
 
     FleetOfBackend.make_index = staticmethod(make_index)
     FleetOfBackend.close_index = staticmethod(close_index)
-    run_state_machine_as_test(FleetOfBackend, settings=settings(stateful_step_count=40))
+    examples = settings().max_examples
+    run_state_machine_as_test(
+        FleetOfBackend,
+        # The deep profile asks for 10,000 steps, not for as many lives.
+        settings=settings(
+            stateful_step_count=STEPS_PER_LIFE,
+            max_examples=examples // STEPS_PER_LIFE if examples >= DEEP else examples,
+        ),
+    )

@@ -120,9 +120,9 @@ def test_completion_that_cannot_be_scored(body: dict[str, Any], reason: Unscorab
             id="text-int",
         ),
         pytest.param(
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
             Unscorable.MULTIMODAL,
-            id="image",
+            id="unknown-medium",
         ),
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "prompt_embeds"}]}]},
@@ -143,6 +143,34 @@ def test_chat_that_cannot_be_scored(body: dict[str, Any], reason: Unscorable) ->
         shape(Endpoint.CHAT, {"messages": HI, **body})
 
     assert raised.value.reason is reason
+
+
+def test_media_parts_lose_everything_but_their_kind() -> None:
+    """Pictures are neither fetched nor kept; two that differ are one shape."""
+    text = {"type": "text", "text": "look"}
+    url = {"type": "image_url", "image_url": {"url": "http://secret/1.png"}}
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA"}}
+    chat = shape(
+        Endpoint.CHAT, {"messages": [*HI, {"role": "user", "content": [text, url, sound]}]}
+    )
+
+    assert isinstance(chat, ChatShape)
+    assert chat.has_media
+    assert chat.messages[-1]["content"] == [text, {"type": "image"}, {"type": "audio"}]
+    assert not shape(Endpoint.CHAT, {"messages": HI}).has_media  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("content_format", "shown"), [("openai", True), ("string", False)])
+def test_templates_that_see_parts_see_media(content_format: Any, shown: bool) -> None:
+    """By kind, as the engine names them; others get the text alone."""
+    parts = [{"type": "image_url"}, {"type": "text", "text": "look"}]
+    chat = shape(Endpoint.CHAT, {"messages": [{"role": "user", "content": parts}]})
+    assert isinstance(chat, ChatShape)
+
+    (message,) = template_inputs(chat, content_format).messages
+
+    text = [{"type": "image"}, {"type": "text", "text": "look"}] if shown else "look"
+    assert message["content"] == text
 
 
 def test_chat_fields_have_the_engines_defaults() -> None:

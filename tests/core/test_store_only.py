@@ -56,7 +56,7 @@ class Rank:
             else:
                 self.specs.append(change)
         for each in update.rows:
-            self.rows.update({row.engine_hash: row for row in each.written})
+            self.rows.update({row.engine_hash: row for row in each.rows()})
             for gone in each.gone:
                 self.rows.pop(gone, None)
         self.facts = update.facts or self.facts

@@ -200,7 +200,7 @@ async def test_gap_whose_replay_fails_heals_once_it_answers(staging: Staging, fa
         await stage.work(10)
         await stage.set_faults(**faults)
         await stage.work(20)
-        await stage.service.until(stage.rank, lambda now: now.counts.replays["silent"] > 0)
+        await stage.service.until(stage.rank, lambda now: now.counts.lost_batches > 0)
         await stage.set_faults()
         await stage.ask([1, 2, 3] * 16)
         await stage.caught_up()
@@ -246,6 +246,7 @@ async def test_gap_that_nobody_can_fill_is_shown_until_a_clear(
         status = await stage.caught_up()
         assert status.counts.lost_batches > 0
         assert status.trust is Trust.DEGRADED
+        assert status.trust_reason in {"gap_lost", "joined_late"}
 
         await stage.http.post(f"{stage.engine.url}/reset_prefix_cache")
         await stage.work(10)

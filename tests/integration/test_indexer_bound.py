@@ -46,6 +46,13 @@ async def overlap(index: BlockIndex, name: int, blocks: int = 1) -> int:
     return (await index.match(prompt))[RANK].tokens // SIZE
 
 
+async def is_written(index: BlockIndex, name: int, blocks: int = 1) -> None:
+    """Wait, with a deadline: Redis has it a little later than the tables."""
+    async with asyncio.timeout(5):
+        while await overlap(index, name, blocks) < blocks:
+            await asyncio.sleep(0.01)  # noqa: ASYNC110 - another process
+
+
 @pytest.fixture(params=["memory", "redis"])
 async def index(request: pytest.FixtureRequest) -> Any:
     """None: the one in memory."""
@@ -74,9 +81,7 @@ async def test_f15_full_tables_forget_the_oldest_and_say_so(
 
         assert (status.trust_reason, status.held_blocks) == ("bound_hit", 20)
         assert status.counts.set_aside == {"bound_evicted": 30}
-        async with asyncio.timeout(5):
-            while await overlap(used, 49) < 1:  # written a little later
-                await asyncio.sleep(0.01)
+        await is_written(used, 49)
         assert (await used.size()).entries == 20
         assert [await overlap(used, name) for name in (0, 29, 30, 49)] == [0, 0, 1, 1]
 
@@ -93,9 +98,7 @@ async def test_batch_longer_than_a_slice_is_applied_whole(
         await engine.subscribed()
         engine.publish(stored(1, blocks=1000), stored(2))
         await service.caught_up(RANK, 0)
-        async with asyncio.timeout(5):
-            while await overlap(used, 1, blocks=1000) < 1000:  # written a little later
-                await asyncio.sleep(0.01)
+        await is_written(used, 1, blocks=1000)
         status = await service.until(RANK, lambda now: now.trust is Trust.EXACT)
 
         assert status.held_blocks == 1001

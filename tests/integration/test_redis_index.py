@@ -450,6 +450,35 @@ async def test_lost_change_of_trust_is_noticed(
         await index.renew(E0)
 
 
+async def test_server_that_takes_no_writes_is_noticed_by_a_renewal(own_redis: Any) -> None:
+    """Without any event: the next heartbeat tells."""
+    server = own_redis()
+    server.start()
+    connection = RedisConnection(server.settings())
+    index = RedisIndex(connection)
+    await index.apply(update(E0, FULL))
+    await index.renew(E0)
+    server.command("REPLICAOF", "127.0.0.1", "1")
+
+    with pytest.raises(IndexUnavailableError, match="READONLY"):
+        await index.renew(E0)
+    await connection.aclose()
+
+
+async def test_lease_is_extended_once_a_quarter_has_passed(
+    index: RedisIndex, settings: RedisSettings, redis_server: Any
+) -> None:
+    """Each key of the rank, whichever was written to last."""
+    await index.apply(update(E0, FULL, held(KEYS[:2])))
+    keys = keys_under(redis_server, settings)
+    for key in keys:
+        redis_server.command("EXPIRE", key, str(int(settings.lease_s * 0.74)))
+    await index.renew(E0)
+
+    ttls = [int(redis_server.command("TTL", key)) for key in keys]
+    assert all(settings.lease_s - 5 <= ttl <= settings.lease_s for ttl in ttls)
+
+
 async def test_rank_is_out_of_sight_while_it_is_written_anew(
     index: RedisIndex, reader: RedisIndexReader
 ) -> None:

@@ -9,6 +9,8 @@ if redis.call('GET', KEYS[3]) ~= ARGV[2] then return 'lost' end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'lost' end
 -- A change of trust has no number of its own.
 if redis.call('HGET', KEYS[2], ARGV[5]) ~= ARGV[6] then return 'lost' end
+-- One write at each heartbeat, so that a server that takes none is noticed without an event.
+redis.call('PEXPIRE', KEYS[4], ARGV[4])
 -- Every key lasts as long as the life, or longer. Asked every second, extended every half minute.
 if redis.call('PTTL', KEYS[3]) < tonumber(ARGV[4]) * 3 / 4 then
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4]) end

@@ -1,0 +1,158 @@
+"""Breaks the code one line at a time, and expects the test that plays the fault to notice.
+
+`tests/faults.toml` is the table: each fault with its test and a one-line sabotage.
+
+    python tests/sabotage.py            every fault, in a copy of the tree; a few minutes
+    python tests/sabotage.py F02 late   those whose names contain one of these
+    python tests/sabotage.py --page     the table as docs/faults.md
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "tests/faults.toml"
+FAILED = 1
+"""What pytest exits with if tests ran and failed, not if it could not run them."""
+LONGEST_S = 180
+
+INTRODUCTION = """\
+# Faults
+
+Every way in which a cache index is known to go wrong, what kvlb does about it, and the test that plays it. The names F01 to F20
+are those used in tests and commits. Tests whose names end in a backend run on both, the index in memory and a real Redis.
+
+*Sabotage* is one line of the code and what to make of it; the test then fails. `make sabotage` does so with each of them, in a copy of
+the tree. This page is written by `make docs` from `tests/faults.toml`.
+
+Where a simulated engine can spoil its own stream, the switch is in `simulator/core/event_faults.py`; a running one takes it by
+`POST /simulator/faults`, for example `{"drop_every": 3, "replay": "silent"}`.
+"""
+
+Fault = dict[str, Any]
+
+
+def load_faults(table: Path = TABLE) -> list[Fault]:
+    """Rows of the table, in its order."""
+    rows: list[Fault] = tomllib.loads(table.read_text())["fault"]
+    return rows
+
+
+def render_page(faults: Sequence[Fault]) -> str:
+    """The table as a page."""
+    parts = [INTRODUCTION]
+    section = None
+    for fault in faults:
+        if fault["section"] != section:
+            section = fault["section"]
+            parts.append(f"\n## {section}\n")
+            parts.append("| fault | what goes wrong | what kvlb does | test | sabotage |")
+            parts.append("| --- | --- | --- | --- | --- |")
+        sabotage = f"`{fault['file']}`: {_code(fault['text'])} → {_code(fault['becomes'])}"
+        cells = [
+            fault["name"],
+            fault["wrong"],
+            fault["does"],
+            _shown_test(fault),
+            sabotage,
+        ]
+        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(parts) + "\n"
+
+
+def _shown_test(fault: Fault) -> str:
+    """The test and the case that plays this fault, on whatever backend."""
+    _, _, case = fault.get("case", "").partition("-")
+    return f"`{fault['test']}`" + (f" ({case})" if case else "")
+
+
+def _node_id(fault: Fault) -> str:
+    case: str | None = fault.get("case")
+    return f"{fault['test']}[{case}]" if case else str(fault["test"])
+
+
+def _code(line: str) -> str:
+    return f"`{line.strip()}`"
+
+
+def copy_tree(folder: Path) -> None:
+    """Everything that git knows, as it is now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in listed:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run_test(folder: Path, test: str, patience_s: int) -> int:
+    """Exit code of pytest in the copy. What is broken often shows as waiting in vain."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(
+            [*command, "--timeout", str(patience_s), test],
+            cwd=folder,
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=LONGEST_S,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return FAILED  # it hangs where it did not before
+
+
+def sabotage(folder: Path, fault: Fault) -> bool:
+    """Whether the fault's test fails once its line is broken."""
+    path = folder / fault["file"]
+    whole = path.read_text()
+    path.write_text(whole.replace(fault["text"], fault["becomes"]))
+    try:
+        return run_test(folder, _node_id(fault), 10) == FAILED
+    finally:
+        path.write_text(whole)
+
+
+def main(arguments: Sequence[str]) -> int:
+    faults = load_faults()
+    if arguments == ["--page"]:
+        sys.stdout.write(render_page(faults))
+        return 0
+    wanted = [
+        each
+        for each in faults
+        if not arguments or any(word.lower() in each["name"].lower() for word in arguments)
+    ]
+    unnoticed = 0
+    with tempfile.TemporaryDirectory(prefix="kvlb-sabotage-") as name:
+        folder = Path(name)
+        copy_tree(folder)
+        for number, fault in enumerate(wanted, 1):
+            started_s = time.monotonic()
+            verdict = "fails without any sabotage"
+            if run_test(folder, _node_id(fault), 60) == 0:
+                verdict = "noticed" if sabotage(folder, fault) else "NOT NOTICED"
+            unnoticed += verdict != "noticed"
+            line = f"{number:3}/{len(wanted)}  {time.monotonic() - started_s:5.1f} s  {verdict:12}"
+            sys.stdout.write(f"{line}  {fault['name']}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(wanted) - unnoticed} of {len(wanted)} noticed\n")
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
