@@ -83,6 +83,9 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_held_batches: PositiveInt = 20_000
     """Live batches that may wait for a replay, twice vLLM's default ring; more end the wait, and
     the gap is lost."""
+    max_blocks_per_rank: PositiveInt = 2_000_000
+    """Blocks that a rank's tables may hold, each counted on every tier; beyond it the oldest leave,
+    and the rank is `degraded` (`bound_hit`)."""
     max_parked_blocks: PositiveInt = 65_536
     """Blocks per KV-cache group that may wait for their parent; the oldest leaves first."""
     store_only_ttl_s: PositiveFloat = 600.0

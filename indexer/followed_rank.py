@@ -4,6 +4,7 @@ A rank that another process writes is left to it until that one is gone.
 """
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 
 import structlog
@@ -52,15 +53,8 @@ class FollowedRank:
         while True:
             try:
                 self._writer, self._subscriber = self._begin()
-                async with (
-                    self._ports.listening(self.source, self._subscriber),
-                    asyncio.TaskGroup() as group,
-                ):
-                    self._problem, self._is_standing_by = None, False
-                    self._writer.may_resume = may_resume
-                    keeping = group.create_task(self._writer.keeper.run())
-                    await self._subscriber.run()
-                    keeping.cancel()
+                with closing(self._writer):
+                    await self._follow(may_resume=may_resume)
             except* NotOwnerError:
                 await self._stand_back()
                 may_resume = True
@@ -72,6 +66,17 @@ class FollowedRank:
                     "rank_failed", instance=self.source.alias, rank=self.source.rank.rank
                 )
                 await asyncio.sleep(_RESTART_S)
+
+    async def _follow(self, *, may_resume: bool) -> None:
+        async with (
+            self._ports.listening(self.source, self._subscriber),
+            asyncio.TaskGroup() as group,
+        ):
+            self._problem, self._is_standing_by = None, False
+            self._writer.may_resume = may_resume
+            keeping = group.create_task(self._writer.keeper.run())
+            await self._subscriber.run()
+            keeping.cancel()
 
     async def _stand_back(self) -> None:
         """Wait until the rank is free again."""

@@ -7,8 +7,8 @@ Measured on 2 shared cores, 100,000 tokens against 64 ranks that hold between no
 0.16 ms. Walking one table of key -> bitmask of holders (the layout first thought of) took 0.50 ms,
 and a departed rank's bits had to be purged from it key by key. Here a rank leaves with its sets.
 
-Cost: 35 to 50 bytes per (block, holder) beside the key itself, which the writer's tables share;
-with those (`core.rank_blocks`) 270 to 300 bytes at one holder.
+Cost: 30 to 60 bytes per (block, holder) beside the key itself, which the writer's tables share;
+with those (`core.block_tree`) 260 to 300 bytes at one holder, 100 to 130 at 16.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,16 +35,25 @@ _SWEPT_KEYS = 4096
 """Keys of departed ranks freed per call: 0.1 ms, so that no lookup waits behind a big one."""
 
 
+Keys = dict[BlockKey, None]
+"""A set of keys that no garbage collection walks: as a `set`, each million costs it 60 ms."""
+
+
 @dataclass(slots=True, eq=False)
 class _Holding:
     """One group of one rank in one epoch."""
 
     spec: GroupSpec
-    tiers: dict[Tier, set[BlockKey]] = field(default_factory=lambda: {t: set() for t in TIERS})
+    tiers: dict[Tier, Keys] = field(default_factory=lambda: {t: {} for t in TIERS})
 
     @property
     def entries(self) -> int:
         return sum(len(keys) for keys in self.tiers.values())
+
+    @property
+    def held(self) -> list[Keys]:
+        """Of tiers that have any, fastest first."""
+        return [keys for keys in self.tiers.values() if keys]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +66,8 @@ class _Life:
     fulls: list[_Holding] = field(default_factory=list)
     """Lowest group number first."""
     others: list[_Holding] = field(default_factory=list)
+    block_size: int | None = None
+    """Of the first full group."""
     step_tokens: int = 1
     """Hits end on multiples of this: the least common multiple of the block sizes."""
 
@@ -65,6 +76,7 @@ class _Life:
         ordered = [self.groups[number] for number in sorted(self.groups)]
         self.fulls = [each for each in ordered if each.spec.kind is GroupKind.FULL]
         self.others = [each for each in ordered if each.spec.kind is not GroupKind.FULL]
+        self.block_size = self.fulls[0].spec.block_size if self.fulls else None
         self.step_tokens = lcm(*(each.spec.block_size for each in ordered))
 
 
@@ -75,7 +87,7 @@ class MemoryIndex:
         self._lives: dict[RankId, _Life] = {}
         self._by_model: dict[str, dict[RankId, _Life]] = {}
         self._trust: dict[RankId, Trust] = {}
-        self._leaving: list[set[BlockKey]] = []
+        self._leaving: list[Keys] = []
 
     async def apply(self, update: RankUpdate) -> None:
         life = self._lives.get(update.rank)
@@ -96,11 +108,12 @@ class MemoryIndex:
 
     async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
         lives = self._by_model.get(prompt.namespace.model, {})
+        trust, exact = self._trust, Trust.EXACT
         return {
             rank: PrefixMatch(
-                tokens_by_tier=_match_tokens(life, prompt),
-                block_size=life.fulls[0].spec.block_size if life.fulls else None,
-                trust=self._trust.get(rank, Trust.EXACT),
+                tokens_by_tier=_match_tokens(life, prompt) if life.block_size else {},
+                block_size=life.block_size,
+                trust=trust.get(rank, exact),
                 epoch=life.epoch,
             )
             for rank, life in lives.items()
@@ -142,9 +155,13 @@ class MemoryIndex:
 
     def _change(self, life: _Life, change: Change) -> None:
         if isinstance(change, BlocksHeld):
-            life.groups[change.group].tiers[change.tier].update(change.keys)
+            held = life.groups[change.group].tiers[change.tier]
+            for key in change.keys:
+                held[key] = None
         elif isinstance(change, BlocksDropped):
-            life.groups[change.group].tiers[change.tier].difference_update(change.keys)
+            pop = life.groups[change.group].tiers[change.tier].pop
+            for key in change.keys:
+                pop(key, None)
         elif isinstance(change, AllDropped):
             self._empty(life, list(life.groups.values()))
         else:
@@ -169,27 +186,30 @@ class MemoryIndex:
             return
         keys = self._leaving[-1]
         for _ in range(min(len(keys), _SWEPT_KEYS)):
-            keys.pop()
+            keys.popitem()
         if not keys:
             self._leaving.pop()
 
 
 def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
-    if not life.fulls:
-        return {}
+    """For a rank that has a full group."""
     first = life.fulls[0]
     size = first.spec.block_size
     keys = prompt.keys(size)
-    if len(life.groups) == 1:
-        blocks = _depth(first, keys, prompt.hit_limit_blocks(size))
-    else:
+    held = [(tier, keys_held) for tier, keys_held in first.tiers.items() if keys_held]
+    if len(life.groups) > 1:
         blocks = _agreed_tokens(life, prompt) // size
-    return _tokens_by_tier(first, keys, blocks) if blocks else {}
+    else:
+        blocks = _depth([each for _, each in held], keys, prompt.hit_limit_blocks(size))
+    if not blocks:
+        return {}
+    if len(held) == 1:
+        return {held[0][0]: blocks * size}
+    return _tokens_by_tier(held, keys[:blocks], size)
 
 
-def _depth(holding: _Holding, keys: Sequence[BlockKey], limit: int) -> int:
+def _depth(tiers: Sequence[Keys], keys: Sequence[BlockKey], limit: int) -> int:
     """How many of the first `limit` blocks are held, by bisection: held means reachable."""
-    tiers = [held for held in holding.tiers.values() if held]
     if not tiers or not limit:
         return 0
     fastest, slower = tiers[0], tiers[1:]
@@ -204,16 +224,14 @@ def _depth(holding: _Holding, keys: Sequence[BlockKey], limit: int) -> int:
     return low
 
 
-def _tokens_by_tier(holding: _Holding, keys: Sequence[BlockKey], blocks: int) -> dict[Tier, int]:
-    """Count each of the first `blocks` keys, all held, at its fastest tier."""
-    size = holding.spec.block_size
-    tiers = [(tier, held) for tier, held in holding.tiers.items() if held]
-    if len(tiers) == 1:
-        return {tiers[0][0]: blocks * size}
+def _tokens_by_tier(
+    tiers: Sequence[tuple[Tier, Keys]], keys: Sequence[BlockKey], size: int
+) -> dict[Tier, int]:
+    """Count each of these keys, all held, at its fastest tier."""
     tokens: dict[Tier, int] = {}
-    rest = set(keys[:blocks])
+    rest = set(keys)
     for tier, held in tiers:
-        slower = rest - held
+        slower = rest - held.keys()
         if len(slower) < len(rest):
             tokens[tier] = (len(rest) - len(slower)) * size
         rest = slower
@@ -224,7 +242,7 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
     """Where all groups of a hybrid model let a hit end."""
     step = life.step_tokens
     end = min(
-        _depth(full, prompt.keys(size), prompt.hit_limit_blocks(size)) * size
+        _depth(full.held, prompt.keys(size), prompt.hit_limit_blocks(size)) * size
         for full in life.fulls
         for size in (full.spec.block_size,)
     )
@@ -242,7 +260,7 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
 def _boundary(holding: _Holding, prompt: Prompt, end_tokens: int, step_tokens: int) -> int:
     """Largest end, at most `end_tokens`, before which a window or state group has its blocks."""
     size, needed = holding.spec.block_size, holding.spec.boundary_blocks
-    tiers = [held for held in holding.tiers.values() if held]
+    tiers = holding.held
     keys = prompt.keys(size)
     step = step_tokens // size
     end = end_tokens // size

@@ -16,7 +16,7 @@ Without a journal (the index in memory) all of it is one call.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 
 import structlog
@@ -34,11 +34,16 @@ from indexer.core.index import (
 from indexer.core.journal import RankJournal, RankRecord
 from indexer.core.known_batches import payload_digest
 from indexer.core.rank_blocks import RankBlocks
+from indexer.core.slices import slices
 from indexer.core.types import Trust
 
 _logger = structlog.get_logger(__name__)
 
 BEFORE_FIRST_SEQ = -1
+_SLICE_BLOCKS = 256
+"""Blocks applied in one piece: 0.3 ms. Requests are routed in between."""
+_LONG_PAYLOAD_BYTES = 9 * _SLICE_BLOCKS
+"""Shorter ones can't name more blocks: a hash takes nine bytes."""
 _MOST_UNWRITTEN_BYTES = 64 * 1024
 """Of payloads: some 400 blocks, 0.7 ms of a Redis. Twice as many made it 5 % faster."""
 _PART_BLOCKS = 1024
@@ -144,14 +149,16 @@ class RankKeeper:
     async def apply(self, blocks: RankBlocks, seq: int, batch: EventBatch, payload: bytes) -> None:
         """Have `blocks` take in a batch. What that changes is written soon, with what follows."""
         if self._journal is None:
-            await self._index.apply(blocks.apply(seq, batch))
+            async for piece in _slices(batch, payload):
+                await self._index.apply(blocks.apply(seq, piece))
             self.written_seq = seq
             return
         while self._unwritten_bytes > _MOST_UNWRITTEN_BYTES:
             self._room.clear()
             await self._room.wait()
         async with self._tables:
-            blocks.absorb(batch)
+            async for piece in _slices(batch, payload):
+                blocks.absorb(piece)
             self._latest = blocks, seq, payload_digest(payload)
             self._unwritten_bytes += len(payload)
             self._due.set()
@@ -279,3 +286,13 @@ class RankKeeper:
 
     def _names(self) -> dict[str, str | int]:
         return {"instance": self._alias, "rank": self._rank.rank}
+
+
+async def _slices(batch: EventBatch, payload: bytes) -> AsyncIterator[EventBatch]:
+    """A long batch in pieces, with a turn for others after each."""
+    if len(payload) < _LONG_PAYLOAD_BYTES:
+        yield batch
+        return
+    for piece in slices(batch, _SLICE_BLOCKS):
+        yield piece
+        await asyncio.sleep(0)

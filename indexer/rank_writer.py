@@ -7,11 +7,13 @@ decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `c
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
 from indexer.config import IndexerConfig, RankSource
+from indexer.core.block_tree import BlockTree
+from indexer.core.bound import TableLimits
 from indexer.core.epochs import Epochs
 from indexer.core.events import (
     EventBatch,
@@ -48,6 +50,8 @@ class WritingMeans:
     """Called when a rank has dealt with something."""
     journal: RankJournal | None = None
     """The index too, if what it has outlives this process."""
+    tree: BlockTree = field(default_factory=BlockTree)
+    """Blocks of all ranks, each once."""
 
 
 class RankWriter:
@@ -101,8 +105,10 @@ class RankWriter:
             return None
         blocks = self._new_blocks(record.epoch)
         if not blocks.restore(record.groups, record.rows, record.facts):
+            blocks.close()
             _logger.warning("record_broken", **self._names())
             return None
+        self._blocks.close()
         self._blocks = blocks
         self.keeper.resume(blocks, record)
         self.epoch_reason, self.applied_seq = "resumed", record.seq
@@ -113,11 +119,15 @@ class RankWriter:
 
     async def open_epoch(self, reason: str) -> None:
         """Nothing of the old epoch counts from here on, even if no batch ever follows."""
-        self._blocks = self._new_blocks()
+        ended, self._blocks = self._blocks, self._new_blocks()
         self._set_aside = Counter()
         self.epoch_reason = reason
         self.applied_seq = None
-        await self.keeper.open(self._blocks)
+        try:
+            await self.keeper.open(self._blocks)
+        finally:
+            # Not before the keeper lets go of it: it may be writing all of it anew.
+            ended.close()
         _logger.info("epoch_opened", **self._names(), reason=reason)
 
     async def apply(self, effect: ApplyBatch) -> BatchOutcome:
@@ -132,11 +142,17 @@ class RankWriter:
         await self.keeper.apply(self._blocks, effect.seq, batch, effect.payload)
         self._note(effect, batch)
         self._check_rank(batch)
+        set_aside = self._take_set_aside()
         return BatchOutcome(
             is_cleared=has_clear(batch.events),
-            has_refusals=self._has_refused(batch) or has_lost_events(batch.rejected),
+            has_refusals=self._has_refused(set_aside, batch) or has_lost_events(batch.rejected),
+            is_bound_hit="bound_evicted" in set_aside,
             orphans=self._blocks.orphans,
         )
+
+    def close(self) -> None:
+        """The rank isn't followed any more, or anew."""
+        self._blocks.close()
 
     async def set_trust(self, trust: Trust, reason: str) -> None:
         # Bad news at once; good news when the index has what they speak of.
@@ -161,12 +177,16 @@ class RankWriter:
             rank=self._source.rank,
             model=self._source.model,
             epoch=next(self._means.epochs) if epoch is None else epoch,
-            max_parked_blocks=self._means.config.max_parked_blocks,
-            keeps_rows=self._means.journal is not None,
-            store_only=StoreOnlyLimits(
-                ttl_s=self._means.config.store_only_ttl_s,
-                max_blocks=self._means.config.max_store_only_blocks,
+            tree=self._means.tree,
+            limits=TableLimits(
+                max_blocks=self._means.config.max_blocks_per_rank,
+                max_parked_blocks=self._means.config.max_parked_blocks,
+                store_only=StoreOnlyLimits(
+                    ttl_s=self._means.config.store_only_ttl_s,
+                    max_blocks=self._means.config.max_store_only_blocks,
+                ),
             ),
+            keeps_rows=self._means.journal is not None,
         )
 
     def _note(self, effect: ApplyBatch, batch: EventBatch) -> None:
@@ -186,14 +206,20 @@ class RankWriter:
             self._counts.wrong_rank += 1
             self._log(_logger.warning, "wrong_rank", reason=str(batch.rank))
 
-    def _has_refused(self, batch: EventBatch) -> bool:
+    def _take_set_aside(self) -> Counter[str]:
+        """What the newest batch added to it, by reason."""
         counts = self._blocks.counts
         if counts == self._set_aside:
-            return False
+            return Counter()
         new = counts - self._set_aside
         self._counts.set_aside += new
         self._set_aside = Counter(counts)
-        refused = refused_reasons(new, batch.events, self._blocks.groups)
+        if "bound_evicted" in new:
+            self._log(_logger.warning, "bound_hit", reason="max_blocks_per_rank")
+        return new
+
+    def _has_refused(self, set_aside: Counter[str], batch: EventBatch) -> bool:
+        refused = refused_reasons(set_aside, batch.events, self._blocks.groups)
         for reason in refused:
             self._log(_logger.warning, "events_refused", reason=reason)
         return bool(refused)

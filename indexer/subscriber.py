@@ -40,8 +40,9 @@ from indexer.sockets import ReplaySocket, SocketError
 _logger = structlog.get_logger(__name__)
 
 _INBOX_MESSAGES = 1024
-_TURN_S = 0.001
-"""How long this rank may keep the event loop: requests are routed on the same one."""
+_TURN_S = 0.00025
+"""How long this rank may keep the event loop: a request, routed on the same one, is to take less
+than 1 ms."""
 
 
 class StreamSink(Protocol):

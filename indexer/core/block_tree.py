@@ -1,273 +1,155 @@
-"""Which blocks of one group lie where on one rank, and which of them can be reached.
-
-A tree of own block keys. Roots are namespaces; a node is a block; its tiers are a set of bits.
+"""Blocks of all ranks, each once: a tree of own block keys that they share.
 
 Rules:
 
-1. A node is reachable while it and every node up to its root is held on some tier. Only
-   reachable blocks are told to the index: held means reachable.
-2. When a middle block goes, its descendants are lost with it, stay in the tree, and are gained
-   again when it returns.
-3. A node that is not held stays only while it has descendants; then it leaves, and so does
-   everything above it that is needed no more. An empty rank is an empty tree.
-4. What is gained and lost in one batch is reported net, once (`core.net_changes`).
+1. A root is a namespace, a node is a block. A key names its whole prefix, so what lies above and
+   below a block is the same on every rank: ranks keep only which nodes they hold
+   (`core.held_blocks`).
+2. A node counts the table entries that point at it. One without entries and without children
+   leaves, and so does everything above it that is needed no more.
+3. A node keeps the engine hash that named it first, so that ranks whose engines publish equal
+   hashes share that object too.
+4. Tables that a rank gives up whole are swept a few entries at a time: nobody waits for that.
 
-Cost: 25 bytes per node in arrays (nothing for the garbage collector to walk) and one dict entry
-to find a key; 0.4 µs to add a block to a chain. Losing or gaining costs a step per descendant.
+Cost: 64 bytes per node, 96 for its key and hash, 45 for its entry in `nodes`, once for all ranks.
+No garbage collection ever walks it.
 
-Not handled: two blocks of a rank whose 64-bit keys collide are taken for one (one chance in
-3e7 with a million blocks); it costs a wrong guess, never a wrong answer.
+Not handled: two blocks whose 64-bit keys collide are taken for one (one chance in 3e7 with a
+million blocks); it costs a wrong guess, never a wrong answer.
 """
 
-from array import array
-from collections.abc import Iterable, MutableSequence, Sequence
-from typing import NewType, cast
+from collections.abc import Sequence
+from typing import cast
 
-from indexer.core.net_changes import NetChanges
-from indexer.core.types import BlockKey, Tier
+import msgspec
 
-Node = NewType("Node", int)
-"""Row of a block or a root in the tree's arrays. Reused after the node has left."""
+from indexer.core.types import BlockKey, EngineHash, Tier
 
 TIERS = (Tier.GPU, Tier.CPU, Tier.STORAGE)
 """Tiers by number, fastest first."""
 
-_NIL = Node(0)
-"""No node. Row 0 exists, so that links can be written without asking; roots hang under it."""
-_HELD = (1 << len(TIERS)) - 1
-"""Bits of a node's state that say on which tiers it is held: `1 << number of the tier`."""
-_REACHABLE = 1 << len(TIERS)
-"""Bit of a node's state: held, and so is all above it. Roots are always reachable."""
-_TIERS_IN = tuple(
-    tuple(tier for tier in range(len(TIERS)) if held >> tier & 1) for held in range(_HELD + 1)
-)
-"""Numbers of the tiers in each set of bits."""
+_NO_HASH = EngineHash(0)
+
+
+class Node(msgspec.Struct, eq=False, gc=False):
+    """One block, or a root. `BlockTree` alone writes to it, but for `entries`."""
+
+    key: BlockKey
+    engine_hash: EngineHash
+    """The one that named it first, on any rank; 0 for a root."""
+    parent: "Node | None"
+    """None: a root."""
+    children: "Node | dict[BlockKey, Node] | None" = None
+    """Most blocks have at most one."""
+    entries: int = 1
+    """Table entries of all ranks that point here."""
 
 
 class BlockTree:
-    """Blocks of one group of one rank."""
+    """Shared by all ranks that one process follows."""
 
-    __slots__ = (
-        "_first_child",
-        "_free",
-        "_keys",
-        "_next",
-        "_node_of",
-        "_parents",
-        "_previous",
-        "_states",
-        "changes",
-        "reachable_blocks",
-    )
+    __slots__ = ("_abandoned", "nodes")
 
     def __init__(self) -> None:
-        self.changes = NetChanges(len(TIERS))
-        """Keys gained and lost since the caller last cleared it."""
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop everything, unreported changes too."""
-        self._node_of: dict[BlockKey, Node] = {}
-        self._keys = _keys(1)
-        self._parents = _links(1)
-        self._first_child = _links(1)
-        self._next = _links(1)
-        self._previous = _links(1)
-        self._states = bytearray(1)
-        self._free = _links(0)
-        self.reachable_blocks = 0
-        self.changes.clear()
+        self.nodes: dict[BlockKey, Node] = {}
+        """Blocks and roots. Always this dict."""
+        self._abandoned: list[dict[EngineHash, Node]] = []
 
     def __len__(self) -> int:
-        """Nodes in the tree: blocks, those only kept for descendants, and roots."""
-        return len(self._node_of)
+        return len(self.nodes)
 
-    def key(self, node: Node) -> BlockKey:
-        return self._keys[node]
-
-    def columns(self) -> tuple[Sequence[BlockKey], Sequence[Node]]:
-        """Key and parent of every node, for who reads many."""
-        return self._keys, self._parents
-
-    def parent(self, node: Node) -> tuple[BlockKey, bool]:
-        """Key of the block or root above a block, and whether that is a root."""
-        above = self._parents[node]
-        return self._keys[above], not self._parents[above]
-
-    def reachable_keys(self, tier: int) -> list[BlockKey]:
-        """Keys of reachable blocks on `tier`."""
-        wanted, states = _REACHABLE | 1 << tier, self._states
-        return [key for key, node in self._node_of.items() if states[node] & wanted == wanted]
-
-    def is_held(self, node: Node) -> bool:
-        """A copy lies on some tier, reachable or not."""
-        return self._states[node] & _HELD != 0
-
-    def has(self, key: BlockKey) -> bool:
-        return key in self._node_of
-
-    def lacks(self, keys: Sequence[BlockKey]) -> bool:
-        return self._node_of.keys().isdisjoint(keys)
-
-    def find_or_add_root(self, key: BlockKey) -> Node:
-        root = self.find_or_add(_NIL, key)
-        self._states[root] = _REACHABLE
+    def root(self, key: BlockKey) -> Node:
+        """Find or add a root. Unless something is added under it, `free` it."""
+        root = self.nodes.get(key)
+        if root is None:
+            root = self.nodes[key] = Node(key, _NO_HASH, None, None, 0)
         return root
 
-    def find_or_add(self, parent: Node, key: BlockKey) -> Node:
-        """Node of `key`. A key names its whole prefix, so `parent` only counts for a new one."""
-        node = self._node_of.get(key)
-        return self._add(parent, key) if node is None else node
-
-    def add_leaf(self, parent: Node, key: BlockKey, tier: int) -> Node:
-        """Add one new block under `parent`, held on `tier`."""
-        node = self._add(parent, key)
-        states = self._states
-        if states[parent] & _REACHABLE:
-            states[node] = _REACHABLE | 1 << tier
-            self.reachable_blocks += 1
-            self.changes.gain(key, tier)
-        else:
-            states[node] = 1 << tier
+    def find_or_add(self, parent: Node, key: BlockKey, engine_hash: EngineHash) -> Node:
+        """Block `key` under `parent`; a new one, or one nobody holds, is named `engine_hash`."""
+        node = self.nodes.get(key)
+        if node is None:
+            node = self.nodes[key] = Node(key, engine_hash, parent, None, 0)
+            _link(parent, node)
+        elif not node.entries:
+            node.engine_hash = engine_hash
         return node
 
-    def add_chain(self, parent: Node, keys: Sequence[BlockKey], tier: int) -> Sequence[Node]:
-        """Add a chain of new blocks under `parent`, held on `tier`."""
-        nodes = self._take_rows(len(keys))
-        reachable = self._states[parent] & _REACHABLE
-        state = reachable | 1 << tier
-        all_keys, parents, first_child = self._keys, self._parents, self._first_child
-        states, above = self._states, parent
-        sibling = first_child[parent]
-        for node, key in zip(nodes, keys, strict=True):
-            all_keys[node] = key
-            states[node] = state
-            parents[node] = above
-            first_child[above] = node
-            above = node
-        if sibling:
-            self._next[nodes[0]] = sibling
-            self._previous[sibling] = nodes[0]
-        self._node_of.update(zip(keys, nodes, strict=True))
-        if reachable:
-            self.reachable_blocks += len(nodes)
-            self.changes.gain_all(keys, tier)
-        return nodes
+    def grow(
+        self,
+        above: Node,
+        hashes: Sequence[EngineHash],
+        keys: Sequence[BlockKey],
+        held: dict[EngineHash, Node],
+    ) -> None:
+        """Add a chain of new nodes, each with the one entry that it gets in `held`."""
+        node = self.find_or_add(above, keys[0], hashes[0])
+        node.entries = 1
+        held[hashes[0]] = node
+        nodes = self.nodes
+        for engine_hash, key in zip(hashes[1:], keys[1:], strict=True):
+            # From left to right: the block before gets its child, then this one is `node`.
+            held[engine_hash] = nodes[key] = node.children = node = Node(key, engine_hash, node)
 
-    def hold(self, node: Node, tier: int) -> bool:
-        """A copy lies on `tier` now; False if one did already."""
-        was = self._states[node]
-        now = was | 1 << tier
-        if now == was:
-            return False
-        if was & _REACHABLE:
-            self.changes.gain(self._keys[node], tier)
-        elif self._states[self._parents[node]] & _REACHABLE:
-            now |= _REACHABLE
-            self.reachable_blocks += 1
-            self.changes.gain(self._keys[node], tier)
-        self._states[node] = now
-        if (was ^ now) & _REACHABLE and self._first_child[node]:
-            self._spread(node)
-        return True
-
-    def release(self, node: Node, tier: int) -> Sequence[Node] | None:
-        """No copy lies on `tier` any more. None if the node stays, else who left above it."""
-        was = self._states[node]
-        now = was & ~(1 << tier)
-        if was & _REACHABLE:
-            self.changes.lose(self._keys[node], tier)
-            if now == _REACHABLE:
-                now = 0
-                self.reachable_blocks -= 1
-        self._states[node] = now
-        if not self._first_child[node]:
-            return None if now else self._remove(node)
-        if (was ^ now) & _REACHABLE:
-            self._spread(node)
-        return None
-
-    def discard_root(self, root: Node) -> None:
-        """Drop a root that got no blocks."""
-        if not self._first_child[root]:
-            self._remove(root)
-
-    def _spread(self, node: Node) -> None:
-        """Tell the held descendants whether `node` can be reached."""
-        is_reachable = self._states[node] & _REACHABLE != 0
-        report = self.changes.gain if is_reachable else self.changes.lose
-        states, following = self._states, self._next
-        changed = [node]
-        while changed:
-            child = self._first_child[changed.pop()]
-            while child:
-                state = states[child]
-                # One that is not held passes nothing on, nor did it before.
-                if state & _HELD:
-                    states[child] = state ^ _REACHABLE
-                    self.reachable_blocks += 1 if is_reachable else -1
-                    for tier in _TIERS_IN[state & _HELD]:
-                        report(self._keys[child], tier)
-                    changed.append(child)
-                child = following[child]
-
-    def _add(self, parent: Node, key: BlockKey) -> Node:
-        node = self._free.pop() if self._free else self._take_rows(1)[0]
-        self._node_of[key] = node
-        self._keys[node] = key
-        self._parents[node] = parent
-        first_child = self._first_child
-        sibling = first_child[parent]
-        if sibling:
-            self._next[node] = sibling
-            self._previous[sibling] = node
-        first_child[parent] = node
-        return node
-
-    def _take_rows(self, count: int) -> Sequence[Node]:
-        """Return rows of zeros that no node uses."""
-        free = self._free
-        if len(free) < count:
-            start = len(self._keys)
-            added = max(count, 64, start // 8)
-            self._keys.extend(_keys(added))
-            for rows in (self._parents, self._first_child, self._next, self._previous):
-                rows.extend(_links(added))
-            self._states.extend(bytes(added))
-            free.extend(cast("Iterable[Node]", range(start, start + added)))
-        taken = free[-count:]
-        del free[-count:]
-        return taken
-
-    def _remove(self, node: Node) -> Sequence[Node]:
-        """Remove a childless node, and what only it needed. Returns who left above it."""
-        left: list[Node] = []
-        while True:
-            parent = self._parents[node]
-            self._unlink(parent, node)
-            del self._node_of[self._keys[node]]
-            self._states[node] = 0
-            self._free.append(node)
-            if not parent or self._states[parent] & _HELD or self._first_child[parent]:
-                return left
+    def free(self, node: Node) -> None:
+        """Drop a node that is not needed any more, and what only it needed."""
+        while not node.entries and node.children is None:
+            self.nodes.pop(node.key, None)  # two nodes have one entry if their keys collide
+            parent = node.parent
+            if parent is None:
+                return
+            if parent.children is node:
+                parent.children = None
+                if parent.entries:
+                    return
+            else:
+                _unlink(parent, node)
             node = parent
-            left.append(node)
 
-    def _unlink(self, parent: Node, node: Node) -> None:
-        before, after = self._previous[node], self._next[node]
-        if before:
-            self._next[before] = after
-            self._previous[node] = _NIL
-        else:
-            self._first_child[parent] = after
-        if after:
-            self._previous[after] = before
-            self._next[node] = _NIL
+    def abandon(self, table: dict[EngineHash, Node]) -> None:
+        """Take over a table whose entries don't count any more."""
+        if table:
+            self._abandoned.append(table)
+
+    def sweep(self, most: int = 512) -> None:
+        """Let go of up to `most` entries of abandoned tables; 512 take 0.1 ms."""
+        if not self._abandoned:
+            return
+        table = self._abandoned[-1]
+        for _ in range(min(most, len(table))):
+            _, node = table.popitem()
+            node.entries -= 1
+            if not node.entries:
+                self.free(node)
+        if not table:
+            self._abandoned.pop()
+
+    @property
+    def abandoned_entries(self) -> int:
+        return sum(map(len, self._abandoned))
 
 
-def _keys(rows: int) -> MutableSequence[BlockKey]:
-    return cast("MutableSequence[BlockKey]", array("Q", bytes(8 * rows)))
+def children_of(node: Node) -> Sequence[Node]:
+    """Blocks that follow this one, on any rank."""
+    below = node.children
+    if below is None:
+        return ()
+    return tuple(below.values()) if isinstance(below, dict) else (below,)
 
 
-def _links(rows: int) -> MutableSequence[Node]:
-    return cast("MutableSequence[Node]", array("I", bytes(4 * rows)))
+def _link(parent: Node, node: Node) -> None:
+    below = parent.children
+    if below is None:
+        parent.children = node
+    elif isinstance(below, dict):
+        below[node.key] = node
+    else:
+        parent.children = {below.key: below, node.key: node}
+
+
+def _unlink(parent: Node, node: Node) -> None:
+    """Take one of several children away."""
+    below = cast("dict[BlockKey, Node]", parent.children)
+    del below[node.key]
+    if len(below) == 1:
+        parent.children = next(iter(below.values()))

@@ -4,53 +4,58 @@ A key that came and went again within the batch is not reported at all, so the i
 each key at most once and the order of gains and losses doesn't matter.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
+from indexer.core.block_tree import TIERS
+from indexer.core.index import BlocksDropped, BlocksHeld
 from indexer.core.types import BlockKey
 
 
 class NetChanges:
-    """Gains and losses of one group since the last `clear`."""
+    """Gains and losses of one group since the last `take`."""
 
-    __slots__ = ("_gained", "_lost")
+    __slots__ = ("gained", "lost")
 
-    def __init__(self, tiers: int) -> None:
-        self._gained: tuple[set[BlockKey], ...] = tuple(set() for _ in range(tiers))
-        self._lost: tuple[set[BlockKey], ...] = tuple(set() for _ in range(tiers))
+    def __init__(self) -> None:
+        self.gained: tuple[set[BlockKey], ...] = tuple(set() for _ in TIERS)
+        """By tier. No key is in both: whoever writes here directly sees to that."""
+        self.lost: tuple[set[BlockKey], ...] = tuple(set() for _ in TIERS)
 
     def gain(self, key: BlockKey, tier: int) -> None:
-        lost = self._lost[tier]
+        lost = self.lost[tier]
         if key in lost:
             lost.discard(key)
         else:
-            self._gained[tier].add(key)
+            self.gained[tier].add(key)
 
     def gain_all(self, keys: Collection[BlockKey], tier: int) -> None:
         """Gain many keys, none of which is held."""
-        if self._lost[tier]:
+        if self.lost[tier]:
             for key in keys:
                 self.gain(key, tier)
         else:
-            self._gained[tier].update(keys)
+            self.gained[tier].update(keys)
 
     def lose(self, key: BlockKey, tier: int) -> None:
-        gained = self._gained[tier]
+        gained = self.gained[tier]
         if key in gained:
             gained.discard(key)
         else:
-            self._lost[tier].add(key)
+            self.lost[tier].add(key)
 
-    def is_empty(self) -> bool:
-        return not any(self._gained) and not any(self._lost)
+    def take(self, group: int) -> list[BlocksDropped | BlocksHeld]:
+        """What is to be told of the group, and begin anew."""
+        changes: list[BlocksDropped | BlocksHeld] = []
+        for tier, keys in zip(TIERS, self.lost, strict=True):
+            if keys:
+                changes.append(BlocksDropped(group, tier, list(keys)))
+                keys.clear()
+        for tier, keys in zip(TIERS, self.gained, strict=True):
+            if keys:
+                changes.append(BlocksHeld(group, tier, list(keys)))
+                keys.clear()
+        return changes
 
     def clear(self) -> None:
-        for keys in (*self._gained, *self._lost):
+        for keys in (*self.gained, *self.lost):
             keys.clear()
-
-    def gained(self) -> Iterator[tuple[int, list[BlockKey]]]:
-        """Tier and keys, for tiers that gained any."""
-        return ((tier, list(keys)) for tier, keys in enumerate(self._gained) if keys)
-
-    def lost(self) -> Iterator[tuple[int, list[BlockKey]]]:
-        """Tier and keys, for tiers that lost any."""
-        return ((tier, list(keys)) for tier, keys in enumerate(self._lost) if keys)

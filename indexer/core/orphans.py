@@ -27,35 +27,35 @@ class ParkedBlock:
 class Orphans:
     """Parked blocks of one group of one rank."""
 
-    __slots__ = ("_blocks", "_limit", "_waiting")
+    __slots__ = ("_limit", "_waiting", "blocks")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._blocks: dict[EngineHash, ParkedBlock] = {}
-        """In the order they were parked."""
+        self.blocks: dict[EngineHash, ParkedBlock] = {}
+        """To be looked at only. In the order they were parked."""
         self._waiting: dict[EngineHash, dict[EngineHash, None]] = {}
         """Parent to the blocks that wait for it."""
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def clear(self) -> None:
-        self._blocks.clear()
+        self.blocks.clear()
         self._waiting.clear()
 
     def park(self, engine_hash: EngineHash, block: ParkedBlock) -> int:
         """Keep a block that is not parked yet. Returns how many older ones had to leave."""
-        self._blocks[engine_hash] = block
+        self.blocks[engine_hash] = block
         self._waiting.setdefault(block.parent, {})[engine_hash] = None
         evicted = 0
-        while len(self._blocks) > self._limit:
-            self.take(next(iter(self._blocks)))
+        while len(self.blocks) > self._limit:
+            self.take(next(iter(self.blocks)))
             evicted += 1
         return evicted
 
     def count_up(self, engine_hash: EngineHash, tier: int) -> bool:
         """One more copy; False if the block isn't parked."""
-        block = self._blocks.get(engine_hash)
+        block = self.blocks.get(engine_hash)
         if block is None:
             return False
         block.copies[tier] += 1
@@ -63,7 +63,7 @@ class Orphans:
 
     def count_down(self, engine_hash: EngineHash, tier: int) -> bool:
         """One copy less; the last one takes the block along. False if there was none."""
-        block = self._blocks.get(engine_hash)
+        block = self.blocks.get(engine_hash)
         if block is None or not block.copies[tier]:
             return False
         block.copies[tier] -= 1
@@ -73,7 +73,7 @@ class Orphans:
 
     def take(self, engine_hash: EngineHash) -> ParkedBlock | None:
         """Remove a parked block and return it."""
-        block = self._blocks.pop(engine_hash, None)
+        block = self.blocks.pop(engine_hash, None)
         if block is None:
             return None
         siblings = self._waiting[block.parent]
@@ -84,4 +84,4 @@ class Orphans:
 
     def take_children(self, parent: EngineHash) -> list[tuple[EngineHash, ParkedBlock]]:
         """Remove and return the blocks that wait for `parent`."""
-        return [(child, self._blocks.pop(child)) for child in self._waiting.pop(parent, ())]
+        return [(child, self.blocks.pop(child)) for child in self._waiting.pop(parent, ())]

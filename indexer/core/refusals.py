@@ -5,7 +5,8 @@ Rules:
 1. An event that contradicts itself, or its group, was refused: what it said is unknown.
 2. What engines do in normal operation is no refusal: placeholders and removals of blocks that
    were never told (offloading), groups of a kind that isn't followed, masked blocks of windows,
-   stores without hashes, parked orphans (they are weighed by themselves).
+   stores without hashes, parked orphans and what left for the bound (they are weighed by
+   themselves).
 3. Of another block size than its group's an event is refused only if it is the engine's own: on
    the GPU tier, and of more than a lone shorter block (a partial entry of a hybrid model).
    Connectors announce chunks of their own size on other tiers, and nothing is credited for them.

@@ -176,6 +176,8 @@ class RankStream:
             effects += self.trust.on_cleared(seq)
         if outcome.has_refusals:
             effects += self.trust.on_refused(at=seq + 1)
+        if outcome.is_bound_hit:
+            effects += self.trust.on_bound_hit(at=seq + 1)
         return [*effects, *self.trust.on_orphans(outcome.orphans)]
 
     @property

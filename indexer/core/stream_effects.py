@@ -28,6 +28,8 @@ class BatchOutcome:
     """It said that the cache is empty."""
     has_refusals: bool = False
     """Something of it could not be read, or not be used (`core.refusals`)."""
+    is_bound_hit: bool = False
+    """Blocks had to leave for it though the engine has them (`core.bound`)."""
     orphans: int = 0
     """Blocks that wait for their parent now."""
 

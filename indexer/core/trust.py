@@ -2,13 +2,14 @@
 
 Rules:
 
-1. Three things keep a rank from being exact: a loss (numbers that never came, or can't be proved),
-   refused events (numbers that came and couldn't be used), and orphans (blocks whose parent is
-   unknown). It is DEGRADED while any of them stands; the reason is the first of that order.
-2. Ways back. From a loss: a complete replay, or a clear after it. From refused events: a clear
-   after them, or a new epoch without any. From orphans: none are left.
+1. Four things keep a rank from being exact: a loss (numbers that never came, or can't be proved),
+   refused events (numbers that came and couldn't be used), the bound of its tables (blocks left
+   that the engine has), and orphans (blocks whose parent is unknown). It is DEGRADED while any of them stands; the reason is the first of that order.
+2. Ways back. From a loss: a complete replay, or a clear after it. From refused events and
+   the bound: a clear after them, or a new epoch without any. From orphans: none are left.
 3. A replay is worth asking for after a loss, and for orphans until one complete replay has
-   brought no parent: then the engine never announced it, or has dropped it since.
+   brought no parent: then the engine never announced it, or has dropped it since. Once the bound
+   was hit parents are missing because of it.
 4. A new epoch forgets what stood against the old one, silently: until it has been joined the last
    word stays, and only the join says otherwise.
 5. A change of level, or of the reason for a lower one, is reported once.
@@ -36,6 +37,8 @@ class RankTrust:
         """First number after the newest loss."""
         self._refused_at: int | None = None
         """First number after the newest refused event."""
+        self._bound_hit_at: int | None = None
+        """First number after the newest block that had to leave."""
         self._orphans = 0
         self._is_replay_tried = False
         """A complete replay has told all there is to tell about parents."""
@@ -49,7 +52,8 @@ class RankTrust:
     @property
     def is_healed_by_replay(self) -> bool:
         """What was refused once would be refused again; anything else is worth a replay."""
-        return self._loss is not None or (self._orphans > 0 and not self._is_replay_tried)
+        is_hopeless = self._is_replay_tried or self._bound_hit_at is not None
+        return self._loss is not None or (self._orphans > 0 and not is_hopeless)
 
     def on_epoch(self) -> None:
         """Nothing that stood against the old epoch matters any more."""
@@ -77,6 +81,11 @@ class RankTrust:
         self._refused_at = at
         return self._weigh("")
 
+    def on_bound_hit(self, *, at: int) -> list[Effect]:
+        """Blocks of before number `at` had to leave though the engine has them."""
+        self._bound_hit_at = at
+        return self._weigh("")
+
     def on_orphans(self, orphans: int) -> list[Effect]:
         """So many blocks wait for their parent now."""
         if orphans == self._orphans:
@@ -90,6 +99,8 @@ class RankTrust:
             self._loss = None
         if self._refused_at is not None and seq >= self._refused_at:
             self._refused_at = None
+        if self._bound_hit_at is not None and seq >= self._bound_hit_at:
+            self._bound_hit_at = None
         self._orphans = 0
         return self._weigh("cleared")
 
@@ -104,6 +115,8 @@ class RankTrust:
             return self._report(Trust.DEGRADED, self._loss)
         if self._refused_at is not None:
             return self._report(Trust.DEGRADED, "events_refused")
+        if self._bound_hit_at is not None:
+            return self._report(Trust.DEGRADED, "bound_hit")
         if self._orphans:
             return self._report(Trust.DEGRADED, "orphans")
         return self._report(Trust.EXACT, way_back)

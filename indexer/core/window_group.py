@@ -13,6 +13,7 @@ Rules:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from indexer.core.block_rows import BlockRow
@@ -22,7 +23,7 @@ from indexer.core.extra_keys import split_extra_keys
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
 from indexer.core.index import GroupSpec
 from indexer.core.net_changes import NetChanges
-from indexer.core.types import BlockKey, EngineHash
+from indexer.core.types import BlockKey, EngineHash, Tier
 
 
 class WindowGroup:
@@ -36,13 +37,15 @@ class WindowGroup:
         "_keys",
         "_model",
         "_touched",
+        "block_size",
         "changes",
         "spec",
     )
 
     def __init__(self, spec: GroupSpec, *, model: str, counts: Counter[str]) -> None:
         self.spec = spec
-        self.changes = NetChanges(len(TIERS))
+        self.block_size = spec.block_size
+        self.changes = NetChanges()
         self._model = model
         self._counts = counts
         self._copies: tuple[dict[EngineHash, int], ...] = tuple({} for _ in TIERS)
@@ -55,6 +58,31 @@ class WindowGroup:
         """Held since the last `resolve` and without a key."""
         self._touched: set[EngineHash] | None = None
         """Hashes whose rows may have changed; None: nobody keeps rows."""
+
+    @property
+    def held_hashes(self) -> int:
+        """For `core.bound`: hashes, each counted on every tier."""
+        return sum(map(len, self._copies))
+
+    @property
+    def parked(self) -> int:
+        """No block waits for another here."""
+        return 0
+
+    def evict(self, most: int, *, by_force: bool) -> int:  # noqa: ARG002 - none is spared here
+        """Drop up to `most` of the oldest hashes; returns how many."""
+        tier = max(range(len(TIERS)), key=lambda each: len(self._copies[each]))
+        oldest = list(islice(self._copies[tier], most))
+        for engine_hash in oldest:
+            self._drop(engine_hash, tier)
+        if self._touched is not None:
+            self._touched.update(oldest)
+        return len(oldest)
+
+    def drop(self, engine_hash: EngineHash, tier: Tier) -> None:
+        """Drop all copies of a hash, just announced, on a tier."""
+        if engine_hash in self._copies[TIERS.index(tier)]:
+            self._drop(engine_hash, TIERS.index(tier))
 
     def clear(self) -> None:
         for table in self._tables():

@@ -88,6 +88,7 @@ class RankReplay:
         """Apply one batch, or only `events` of it."""
         if timed.epoch != self._epoch:
             self._epoch = timed.epoch
+            self._blocks.close()
             self._blocks = RankBlocks(rank=self._rank, model=self._model, epoch=timed.epoch)
             self._empty(timed.known_s)
         batch = timed.batch

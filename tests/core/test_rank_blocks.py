@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.core.bound import TableLimits
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
 from indexer.core.index import (
@@ -243,6 +244,16 @@ def test_chain_of_twins_shares_every_node(rank: Rank) -> None:
     assert rank.blocks.tracked_entries() == 0
 
 
+def test_single_twin_shares_its_node(rank: Rank) -> None:
+    """A block under a known parent, announced alone under a second hash."""
+    rank.apply(stored(1, 2))
+
+    rank.apply(stored(2, parent=1, hashes=hashes_of([22])), removed(2))
+    assert rank.held() == set(keys_of(1, 2))
+    rank.apply(removed(22, 1))
+    assert rank.blocks.tracked_entries() == 0
+
+
 # Tiers
 
 
@@ -267,6 +278,18 @@ def test_chain_may_run_over_several_tiers(rank: Rank) -> None:
     assert rank.held() == set(keys_of(1, 2, 3)[1:])
     rank.apply(removed(1, tier=Tier.CPU))
     assert rank.shown == set()
+
+
+@pytest.mark.parametrize("tier", [Tier.CPU, Tier.STORAGE])
+def test_block_may_come_back_from_a_slower_tier(rank: Rank, tier: Tier) -> None:
+    """It is announced for the GPU again while its copy below stays."""
+    rank.apply(stored(1, 2), placeholder(2, tier=tier), removed(2))
+
+    rank.apply(stored(2, parent=1))
+    assert rank.held() == set(keys_of(1, 2))
+    rank.apply(removed(2, tier=tier))
+    assert rank.held() == set(keys_of(1, 2))
+    assert rank.blocks.held_blocks == 2
 
 
 def test_f17_placeholder_takes_its_key_from_the_known_block(rank: Rank) -> None:
@@ -421,7 +444,7 @@ def test_removal_of_another_tier_leaves_an_orphan_alone(rank: Rank) -> None:
 
 def test_parked_blocks_are_bounded_and_the_oldest_leaves() -> None:
     """A stream that never explains itself can't fill the memory."""
-    rank = Rank(max_parked_blocks=2)
+    rank = Rank(limits=TableLimits(max_parked_blocks=2))
 
     rank.apply(stored(2, parent=1), stored(4, parent=3), stored(6, parent=5))
     assert rank.blocks.orphans == 2
@@ -919,7 +942,7 @@ def test_whatever_comes_is_applied_and_a_clear_leaves_nothing(
     batches: list[list[BlockStored | BlockRemoved | AllBlocksCleared]],
 ) -> None:
     """No event raises, no key is told twice, and nothing survives a reset."""
-    rank = Rank(max_parked_blocks=3)
+    rank = Rank(limits=TableLimits(max_parked_blocks=3))
 
     for events in batches:
         rank.apply(*events)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from indexer.core import rank_blocks
+from indexer.core.bound import TableLimits
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from indexer.core.index import GroupKind, GroupSpec
 from indexer.core.rank_blocks import RankBlocks
@@ -32,7 +33,10 @@ def stored(*hashes: int, **more: Any) -> BlockStored:
 def refusals(*events: Event, parked: int = 100) -> list[str]:
     """What a rank that holds one block refuses of a batch."""
     blocks = RankBlocks(
-        rank=RankId(InstanceId("http://e:1"), 0), model="tiny", epoch=1, max_parked_blocks=parked
+        rank=RankId(InstanceId("http://e:1"), 0),
+        model="tiny",
+        epoch=1,
+        limits=TableLimits(max_parked_blocks=parked),
     )
     blocks.apply(0, EventBatch(ts=0.0, rank=0, events=[stored(1)]))
     blocks.apply(1, EventBatch(ts=1.0, rank=0, events=list(events)))
@@ -100,6 +104,7 @@ def test_every_reason_of_the_rank_is_weighed() -> None:
 
     assert set(told) - refused == {
         "unsupported_group",
+        "bound_evicted",
         "orphan_parked",
         "unknown_placeholder",
         "unknown_removal",

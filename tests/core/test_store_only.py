@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.core.block_rows import BlockRow, RankFacts
+from indexer.core.bound import TableLimits
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
 from indexer.core.index import AllDropped, BlocksDropped, BlocksHeld, GroupSpec
@@ -35,7 +36,13 @@ class Rank:
         self._seq = itertools.count()
 
     def new_blocks(self) -> RankBlocks:
-        return RankBlocks(rank=RANK, model="tiny", epoch=1, keeps_rows=True, store_only=self.limits)
+        return RankBlocks(
+            rank=RANK,
+            model="tiny",
+            epoch=1,
+            limits=TableLimits(store_only=self.limits),
+            keeps_rows=True,
+        )
 
     def apply(self, *events: Any, at_s: float = 0.0) -> None:
         update = self.blocks.apply(next(self._seq), EventBatch(at_s, 0, list(events)))

@@ -707,6 +707,13 @@ def test_batch_that_shows_nothing_changes_nothing() -> None:
     assert live_at(2).on_applied(2, BatchOutcome()) == []
 
 
+def test_bound_of_the_tables_lowers_trust() -> None:
+    """Blocks left that the engine has."""
+    outcome = BatchOutcome(is_bound_hit=True)
+
+    assert live_at(2).on_applied(2, outcome) == [TrustChanged(Trust.DEGRADED, "bound_hit")]
+
+
 def degraded_at(last: int, **limits: int) -> RankStream:
     """A stream that lost number 1 to a silent replay socket, and is at `last`."""
     stream = live_at(0, max_silences=1, **limits)

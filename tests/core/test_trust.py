@@ -108,3 +108,15 @@ def test_replay_helps_against_losses_and_new_orphans_only() -> None:
         helps.append(trust.is_healed_by_replay)
 
     assert helps == [False, False, True, False, True]
+
+
+def test_bound_stands_until_a_clear_and_makes_replays_useless() -> None:
+    """What had to leave would have to leave again; parents are missing because of it."""
+    trust = whole()
+    trust.on_orphans(1)
+
+    assert trust.on_bound_hit(at=5) == [TrustChanged(Trust.DEGRADED, "bound_hit")]
+    assert trust.on_bound_hit(at=9) == []
+    assert not trust.is_healed_by_replay
+    assert trust.on_cleared(8) == []
+    assert trust.on_cleared(9) == [TrustChanged(Trust.EXACT, "cleared")]

@@ -1,0 +1,288 @@
+"""The index in memory: events applied, bytes per block and holder, matches while events come in.
+
+Run `python -m benchmarks.index`. Events are measured in CPU time, in turn with the layout one would
+write first (`benchmarks.naive_index`); memory is the growth of a fresh process; a match is timed
+from the request's turn of the event loop being due to its answer.
+"""
+
+import asyncio
+import gc
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from resource import getpagesize
+
+from benchmarks.index_workload import (
+    CONVERSATION_BLOCKS,
+    Fleet,
+    conversations,
+    draw_from,
+    encoded_stream,
+    prompt_frames,
+    prompt_of,
+    prompt_tokens,
+)
+from benchmarks.naive_index import NaiveIndex
+
+RUNS = 9
+STREAM_BLOCKS = 40_000
+BLOCKS_PER_S = 50_000
+TURN_S = 0.00025
+"""How long events may keep the loop, as in `indexer.subscriber`."""
+CELL_S = 1.0
+PAUSE_S = 0.001
+"""Between two matches: requests don't come back to back."""
+RANKS = (1, 16, 64, 256)
+PROMPTS = (1_024, 32_768, 131_072)
+FLEETS = ((1, 1, 17), (4, 4, 16), (16, 16, 15), (16, 4, 15), (64, 4, 13), (256, 4, 11))
+"""Ranks, holders of each block, and the size of each rank's hash tables as a power of 2."""
+FILLINGS = (0.97, 1.03)
+"""Of what a table of that size takes: the cheapest fill, and one that has just made it grow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Of one number of ranks and one length of prompt."""
+
+    p50_ms: float
+    p99_ms: float
+    p99_wall_ms: float
+    blocks_per_s: float
+    naive: float
+    """How many times longer the layout one would write first takes."""
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """CPU seconds of the whole process."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+# Events.
+
+
+def measure_events() -> Iterator[str]:
+    """One row per wire format."""
+    maps, blocks = encoded_stream(as_maps=True, blocks=STREAM_BLOCKS)
+    arrays, _ = encoded_stream(as_maps=False, blocks=STREAM_BLOCKS)
+    maps_s = arrays_s = naive_s = float("inf")
+    for _ in range(RUNS):
+        maps_s = min(maps_s, cpu_s(lambda: asyncio.run(_apply(maps))))
+        arrays_s = min(arrays_s, cpu_s(lambda: asyncio.run(_apply(arrays))))
+        naive_s = min(naive_s, cpu_s(lambda: _apply_naive(maps)))
+    for what, taken_s in (
+        ("ours, maps (since 0.24)", maps_s),
+        ("ours, arrays (up to 0.23)", arrays_s),
+        ("naive layout, maps", naive_s),
+    ):
+        rate, each_us = blocks / taken_s, taken_s / blocks * 1e6
+        yield f"| {what} | {rate:,.0f} | {each_us:.2f} | {naive_s / taken_s:.2f} x |"
+
+
+async def _apply(frames: Sequence[bytes]) -> None:
+    fleet = Fleet(1)
+    for frame in frames:
+        await fleet.write(fleet.ranks[0], frame)
+    if fleet.ranks[0].counts:
+        raise AssertionError(f"the stream should be clean: {fleet.ranks[0].counts}")
+
+
+def _apply_naive(frames: Sequence[bytes]) -> None:
+    index = NaiveIndex()
+    for frame in frames:
+        index.apply(0, frame)
+
+
+# Memory.
+
+
+def measure_memory() -> Iterator[str]:
+    """One row per fleet, each in processes of its own."""
+    for ranks, holders, power in FLEETS:
+        full, grown = (
+            bytes_per_holding(ranks, holders, round(filling * 2**power * 2 / 3))
+            for filling in FILLINGS
+        )
+        blocks = round(FILLINGS[0] * 2**power * 2 / 3)
+        naive = bytes_per_holding(ranks, holders, blocks, is_naive=True)
+        yield f"| {ranks} | {holders} | {full:.0f} | {grown:.0f} | {naive / full:.1f} x |"
+
+
+def bytes_per_holding(ranks: int, holders: int, per_rank: int, *, is_naive: bool = False) -> float:
+    """Growth of a process per (block, holder) if each rank holds `per_rank` blocks."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_grow, ranks, holders, per_rank, is_naive).result()
+
+
+def _grow(ranks: int, holders: int, per_rank: int, is_naive: bool) -> float:
+    fleet, naive = Fleet(ranks), NaiveIndex() if is_naive else None
+    frames = conversations(per_rank * ranks // holders)
+    gc.collect()
+    before = _resident_bytes()
+    holdings = asyncio.run(_fill(fleet, naive, holders, frames))
+    gc.collect()
+    return (_resident_bytes() - before) / holdings
+
+
+async def _fill(
+    fleet: Fleet, naive: NaiveIndex | None, holders: int, frames: Iterator[bytes]
+) -> int:
+    """Conversations, each held by `holders` ranks in turn."""
+    ranks, holdings = len(fleet.ranks), 0
+    for number, frame in enumerate(frames):
+        for at in range(holders):
+            rank = (number * holders + at) % ranks
+            if naive is None:
+                await fleet.write(fleet.ranks[rank], frame)
+            else:
+                naive.apply(rank, frame)
+        holdings += holders * CONVERSATION_BLOCKS
+    return holdings
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
+
+
+# Matches.
+
+
+def measure_matches() -> Iterator[str]:
+    """One row per number of ranks and length of prompt."""
+    frames, blocks = encoded_stream(as_maps=True, blocks=STREAM_BLOCKS)
+    for ranks in RANKS:
+        for tokens in PROMPTS:
+            found = asyncio.run(_measure_matches(ranks, tokens, (frames, blocks)))
+            yield (
+                f"| {ranks} | {tokens:,} | {found.p50_ms:.2f} | {found.p99_ms:.2f} "
+                f"| {found.p99_wall_ms:.2f} | {found.blocks_per_s:,.0f} | {found.naive:.0f} x |"
+            )
+
+
+async def _measure_matches(ranks: int, tokens: int, stream: tuple[Sequence[bytes], int]) -> Latency:
+    fleet, naive = Fleet(ranks), NaiveIndex()
+    token_ids = prompt_tokens(tokens, seed=tokens)
+    draw = draw_from(5)
+    for number, rank in enumerate(fleet.ranks):
+        held = token_ids[: draw.randrange(tokens + 1)]
+        for frame in prompt_frames(held, seed=tokens):
+            await fleet.write(rank, frame)
+            naive.apply(number, frame)
+    gc.collect()
+    async with asyncio.TaskGroup() as group:
+        pace = Pace(fleet, *stream)
+        writing = group.create_task(pace.run())
+        cpu, wall = await _ask(fleet, token_ids)
+        blocks_per_s = pace.blocks_per_s
+        writing.cancel()
+    naive_s = min(cpu_s(lambda: naive.depths(token_ids, ranks)) for _ in range(2))
+    p50_s = quantile(cpu, 0.5)
+    return Latency(
+        p50_ms=p50_s * 1e3,
+        p99_ms=quantile(cpu, 0.99) * 1e3,
+        p99_wall_ms=quantile(wall, 0.99) * 1e3,
+        blocks_per_s=blocks_per_s,
+        naive=naive_s / p50_s,
+    )
+
+
+async def _ask(fleet: Fleet, token_ids: Sequence[int]) -> tuple[list[float], list[float]]:
+    """CPU and wall seconds of each match, hashing the prompt and waiting for a turn included."""
+    cpu: list[float] = []
+    wall: list[float] = []
+    end_s = time.perf_counter() + CELL_S
+    while (start_s := time.perf_counter()) < end_s:
+        start_cpu_s = time.thread_time()
+        await asyncio.sleep(0)
+        await fleet.index.match(prompt_of(token_ids))
+        cpu.append(time.thread_time() - start_cpu_s)
+        wall.append(time.perf_counter() - start_s)
+        await asyncio.sleep(PAUSE_S)
+    return cpu, wall
+
+
+class Pace:
+    """Applies events at a steady rate, to one more rank, whose epochs end with the stream."""
+
+    def __init__(self, fleet: Fleet, frames: Sequence[bytes], blocks: int) -> None:
+        self._fleet = fleet
+        self._frames = frames
+        self._blocks_per_frame = blocks / len(frames)
+        self._blocks = 0.0
+        self._start_s = self._turn_began_s = time.perf_counter()
+
+    @property
+    def blocks_per_s(self) -> float:
+        return self._blocks / (time.perf_counter() - self._start_s)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        for epoch in count(1):
+            rank = self._fleet.new_rank(len(self._fleet.ranks), epoch)
+            for frame in self._frames:
+                await self._wait_for_turn()
+                await self._fleet.write(rank, frame)
+                self._blocks += self._blocks_per_frame
+            rank.close()
+            await self._fleet.index.retire(rank.rank)
+
+    async def _wait_for_turn(self) -> None:
+        ahead_s = self._blocks / BLOCKS_PER_S - (time.perf_counter() - self._start_s)
+        if ahead_s > 0:
+            await asyncio.sleep(ahead_s)
+            self._turn_began_s = time.perf_counter()
+        elif time.perf_counter() - self._turn_began_s > TURN_S:
+            await asyncio.sleep(0)
+            self._turn_began_s = time.perf_counter()
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The sample that `share` of all are below."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    """Measure everything and print the tables."""
+    print(f"Python {platform.python_version()}, {platform.machine()}.\n")
+    print("Events applied, decoding included, into one rank:\n")
+    _print_table(
+        "frames of", "blocks/s of CPU", "µs per block", "naive layout", rows=measure_events()
+    )
+    print("\nMemory, copies, parents and all tables included:\n")
+    _print_table(
+        "ranks",
+        "holders",
+        "bytes per (block, holder)",
+        "when tables have just grown",
+        "naive layout takes",
+        rows=measure_memory(),
+    )
+    print(f"\nA match while {BLOCKS_PER_S:,} blocks/s of events are applied on the same loop:\n")
+    _print_table(
+        "ranks",
+        "prompt tokens",
+        "p50 ms of CPU",
+        "p99 ms of CPU",
+        "p99 ms of wall",
+        "blocks/s applied",
+        "naive layout takes",
+        rows=measure_matches(),
+    )
+
+
+def _print_table(*columns: str, rows: Iterable[str]) -> None:
+    print(f"| {' | '.join(columns)} |")
+    print(f"|{' ---: |' * len(columns)}")
+    for row in rows:
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
