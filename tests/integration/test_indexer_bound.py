@@ -50,7 +50,7 @@ async def is_written(index: BlockIndex, name: int, blocks: int = 1) -> None:
     """Wait, with a deadline: Redis has it a little later than the tables."""
     async with asyncio.timeout(5):
         while await overlap(index, name, blocks) < blocks:
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(params=["memory", "redis"])
