@@ -49,7 +49,9 @@ async def overlap(index: BlockIndex, name: int, blocks: int = 1) -> int:
 async def is_written(index: BlockIndex, name: int, blocks: int = 1) -> None:
     """Wait, with a deadline: Redis has it a little later than the tables."""
     async with asyncio.timeout(5):
-        while await overlap(index, name, blocks) < blocks:
+        while True:
+            if await overlap(index, name, blocks) == blocks:
+                return
             await asyncio.sleep(0.01)
 
 
