@@ -144,6 +144,8 @@ class Life:
         self.ticket = 0
         # The indexer.
         self.is_connected = False
+        self.has_strays = False
+        """A batch of a dead process has come since the engine published last."""
         self.is_silenced = False
         """Some question was never answered, so something may have been given up."""
         self.stream = new_stream()
@@ -170,6 +172,7 @@ class Life:
 
     def add_batch(self, events: Sequence[Event]) -> tuple[int, bytes]:
         """The engine publishes: its clock and its count of batches only rise."""
+        self.has_strays = False
         self.published += 1
         payload = b"%d" % self.published
         self.contents[payload] = EventBatch(float(self.published), 0, list(events))
@@ -283,7 +286,9 @@ class Fleet(RuleBasedStateMachine):
         """A batch that was overtaken arrives at last."""
         life = self.lives[at]
         if life.delayed:
-            self._perform(life, life.stream.on_live(*life.delayed.pop(pick % len(life.delayed))))
+            seq, payload = life.delayed.pop(pick % len(life.delayed))
+            life.has_strays |= payload not in life.batches
+            self._perform(life, life.stream.on_live(seq, payload))
 
     @rule(at=ranks, messages=st.integers(1, 4))
     def answer(self, at: int, messages: int) -> None:
@@ -313,10 +318,12 @@ class Fleet(RuleBasedStateMachine):
     def settle(self, at: int) -> None:
         """Everything arrives and every question is answered: all is as the engine says.
 
-        An engine that was restarted and has published nothing need not publish for that.
+        An engine that was restarted and has published nothing need not publish for that, unless a
+        batch of the dead process came after the connection to the new one: it looks like the new
+        one's first, until that comes.
         """
         life = self.lives[at]
-        if life.batches or not life.is_connected:
+        if life.batches or life.has_strays or not life.is_connected:
             self._settle(life)
             return
         life.delayed.clear()
