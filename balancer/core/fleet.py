@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from balancer.core.transfer_facts import TransferFacts
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId
 
@@ -49,6 +50,8 @@ class Instance:
     """Global number of the first rank: `X-data-parallel-rank` wants `rank - rank_base`."""
     connector: str = NO_CONNECTOR
     """Name of the PD connector, a key of the connectors given to the router."""
+    facts: TransferFacts = TransferFacts()
+    """What was learned of its side of transfers in its present life."""
     healthy: bool = False
     enabled: bool = True
     draining: bool = False
