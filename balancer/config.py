@@ -23,6 +23,7 @@ from balancer.core.control_settings import (
     name_instances,
 )
 from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.tracing_settings import TracingSettings
@@ -55,6 +56,21 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     probes: ProbeSettings = ProbeSettings()
     admin: AdminSettings = AdminSettings()
     tracing: TracingSettings = TracingSettings()
+    registration: RegistrationSettings | None = None
+    """None: engines can't announce themselves."""
+
+    @classmethod
+    def entry_type(cls) -> type[InstanceSettings]:
+        """What describes one instance, in the file and at run time."""
+        return InstanceSettings
+
+    def check_fleet(self) -> None:
+        """Raise ConfigError for instances that can't be in one fleet."""
+        _refuse_duplicates("url", (each.id for each in self.instances))
+        _refuse_loopback_twice(self.instances)
+        _refuse_duplicates("alias", (each.name for each in self.instances))
+        for number, instance in enumerate(self.instances):
+            check_connector(instance.connector, f"instances[{number}].connector")
 
     def engine_keys(self) -> dict[InstanceId, str]:
         """Key to use with each instance that needs one."""
@@ -96,22 +112,28 @@ def changed_keys(before: msgspec.Struct, now: msgspec.Struct) -> list[str]:
 
 def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     """Return `config` with secrets and aliases filled in, or raise ConfigError for what can't work."""
-    _refuse_duplicates("url", (each.id for each in config.instances))
-    _refuse_loopback_twice(config.instances)
     config = msgspec.structs.replace(config, instances=name_instances(config.instances))
-    _refuse_duplicates("alias", (each.name for each in config.instances))
-    known = list(connectors())
-    for number, instance in enumerate(config.instances):
-        name = instance.connector
-        if name is not None and name not in known:
-            where = f"instances[{number}].connector"
-            raise ConfigError(f"`{where}`: no connector `{name}`{nearest(name, known)}")
+    config.check_fleet()
+    if config.registration is not None:
+        check_connector(config.registration.connector, "registration.connector")
     for model, directory in config.tokens.models.items():
         try:
             load_tokenizer(Path(directory), str)  # it costs a second, and finds what is broken
         except TokenizerLoadError as error:
             raise ConfigError(f"`tokens.models.{model}`: {error}") from error
     return _with_secrets(config, environ)
+
+
+def check_connector(name: str | None, where: str) -> None:
+    """Raise ConfigError if there is no connector `name`."""
+    known = list(connectors())
+    if name is not None and name not in known:
+        raise ConfigError(f"`{where}`: no connector `{name}`{nearest(name, known)}")
+
+
+def checked_key(key: Secret) -> Secret:
+    """A key as a header can carry it. Raises ConfigError."""
+    return _sendable(key.reveal(), "`api_key`: ")
 
 
 def _refuse_duplicates(key: str, values: Iterable[str]) -> None:

@@ -132,6 +132,16 @@ class EngineClient:
         except msgspec.DecodeError as error:
             raise EngineCallError("bad_answer") from error
 
+    async def command(
+        self, instance: InstanceId, target: str, body: bytes, *, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """POST `body` to path and query `target`; status and body of whatever is answered.
+
+        Raises EngineCallError.
+        """
+        answer = await self._send("POST", instance, target, body, timeout_s=timeout_s)
+        return answer.status_code, answer.content
+
     async def _call(
         self,
         method: str,
@@ -139,13 +149,27 @@ class EngineClient:
         path: str,
         body: Mapping[str, Any] | None = None,
     ) -> httpx.Response:
-        headers = {"content-type": "application/json"} if body is not None else {}
+        content = b"" if body is None else msgspec.json.encode(body)
+        return await self._send(method, instance, path, content)
+
+    async def _send(
+        self,
+        method: str,
+        instance: InstanceId,
+        target: str,
+        content: bytes,
+        timeout_s: float | None = None,
+    ) -> httpx.Response:
+        headers = {"content-type": "application/json"} if content else {}
         if key := self._api_keys.get(instance):
             headers["authorization"] = f"Bearer {key}"
-        content = None if body is None else msgspec.json.encode(body)
         try:
             return await self._http.request(
-                method, f"{instance}{path}", headers=headers, content=content
+                method,
+                f"{instance}{target}",
+                headers=headers,
+                content=content,
+                timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineCallError("engine_unreachable") from error

@@ -136,6 +136,13 @@ class IndexerService:
         self._wanted = {source.instance: source for source in sources}
         self._fleet_changed.set()
 
+    async def drop_credit(self, instances: Iterable[InstanceId]) -> None:
+        """Somebody has just had these engines drop their caches: don't wait for events to say so."""
+        for instance in instances:
+            entry = self._instances.get(instance)
+            for followed, _ in list(entry.ranks.values()) if entry else ():
+                await followed.drop_credit()
+
     async def measure(self) -> None:
         """Bring `index_size` up to date."""
         try:

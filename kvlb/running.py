@@ -18,7 +18,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from balancer.app import App, create_app
 from balancer.core.fleet_view import RankFacts
-from balancer.routes import add_error_answers, guard
+from balancer.fleet_control import FleetLinks
+from balancer.guards import guard
+from balancer.routes import add_error_answers
 from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.rank_status import RankStatus
 from indexer.service import IndexerService
@@ -26,7 +28,7 @@ from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
 from kvlb.index_backend import OpenIndex, open_index, open_reader
 from kvlb.reload import Reloader
-from kvlb.settings import KvlbSettings, Overrides, load_fleet
+from kvlb.settings import KvlbSettings, Overrides, engine_sources, load_fleet
 from kvlb.status_server import serve_status
 from kvlb.trace_export import open_tracing
 
@@ -89,16 +91,16 @@ async def run_kvlb(
             registry=registry,
             index_status=lambda: render_ranks(indexer),
             tracing=tracing,
+            links=FleetLinks(
+                on_members=lambda members: indexer.set_sources(engine_sources(members)),
+                on_cache_dropped=indexer.drop_credit,
+            ),
         )
-
-        def apply(changed: KvlbSettings) -> None:
-            app.reconfigure(changed)
-            indexer.set_sources(changed.engine_sources())
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(indexer.run())]
             if file is not None:
-                tasks.append(group.create_task(file.reloader(settings, apply).run()))
+                tasks.append(group.create_task(file.reloader(settings, app.reconfigure).run()))
             await _serve_balancer(
                 app,
                 settings,

@@ -71,6 +71,14 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     redis: RedisSettings | None = None
     """None: the index lives in the memory of `kvlb up`."""
 
+    @classmethod
+    def entry_type(cls) -> type[InstanceEntry]:
+        return InstanceEntry
+
+    def check_fleet(self) -> None:
+        super().check_fleet()
+        _check_streams(self)
+
     def engine_sources(self) -> tuple[InstanceSource, ...]:
         """The instances as the indexer wants them."""
         keys = self.engine_keys()
@@ -89,6 +97,11 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
             )
             for each in self.instances
         )
+
+
+def engine_sources(config: BalancerConfig) -> tuple[InstanceSource, ...]:
+    """The instances of these settings as the indexer wants them, if they say where events are."""
+    return config.engine_sources() if isinstance(config, KvlbSettings) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +128,6 @@ def load_settings(
     try:
         decoded = decode_settings(values, KvlbSettings, where="")
         checked = check_config(decoded, environ)
-        _check_streams(checked)
         _check_redis(checked.redis, environ)
     except ConfigError as error:
         raise SettingsError(f"{source}{error}") from error

@@ -40,3 +40,7 @@ class TransferFacts:
     engine_ids: Mapping[int, str] = field(default_factory=dict)
     """Id of the KV engine behind each rank, by the number `X-data-parallel-rank` wants (local)."""
     registration: Registration | None = None
+
+
+NO_FACTS = TransferFacts()
+"""Of an instance that hasn't been asked."""
