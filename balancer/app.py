@@ -207,6 +207,7 @@ class _Builder:
             engines=self._engines,
             engine_keys=self._engine_keys,
             links=links,
+            registry=self._registry,
             clock=self._surroundings.clock,
             wall_clock=self._surroundings.wall_clock,
         )

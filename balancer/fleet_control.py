@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import structlog
 from fastapi import APIRouter
+from prometheus_client import CollectorRegistry
 
 from balancer.admin_routes import AdminSurface, admin_routes
 from balancer.config import BalancerConfig
+from balancer.control_metrics import MembershipCollector
 from balancer.core.control_settings import AdminSettings
 from balancer.core.load import LoadLedger
 from balancer.core.registrations import RegistrationBook
@@ -57,6 +59,7 @@ class FleetControl:
         engines: EngineClient,
         engine_keys: MutableMapping[InstanceId, str],
         links: FleetLinks,
+        registry: CollectorRegistry,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
@@ -77,6 +80,7 @@ class FleetControl:
         )
         self.members.on_change = self._on_members
         self.registration = self._listen()
+        registry.register(MembershipCollector(self.members, self.registration))
         self._admin = FleetAdmin(
             self.members, engines=engines, engine_keys=engine_keys, fleet=keeper.snapshot
         )

@@ -10,6 +10,7 @@ Rules:
    an instance could have any variable sent to an address of their own.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.core.addresses import parse_instance_id
 from indexer.core.types import InstanceId
 
+_WITH_PORT = re.compile(r":[0-9]+\Z")
 SYNONYMS = {"type": "role", "instance": "url"}
 """The examples' keys, and ours."""
 ROLES = {"prefill_decode": Role.MIXED.value, "pd": Role.MIXED.value}
@@ -97,7 +99,11 @@ def _refuse_no_text(values: Mapping[str, Any], key: str) -> None:
 
 
 def _with_scheme(address: str) -> str:
-    return address if "://" in address else f"http://{address.strip()}"
+    if "://" in address:
+        return address
+    if not _WITH_PORT.search(address):
+        raise BadRequestError("write `host:port`", param="url")
+    return f"http://{address}"
 
 
 def _read_id(address: str) -> InstanceId:

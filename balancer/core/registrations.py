@@ -12,6 +12,7 @@ Rules (vLLM's MoRIIO and P2P-NCCL connectors, docs/connectors.md):
 Invariant: at most `max_instances` entries. Cost: constant per message that changes nothing.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
@@ -29,6 +30,7 @@ from indexer.core.types import InstanceId
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_RANKS = 4096
 ROLES = {"P": Role.PREFILL, "D": Role.DECODE}
+_WITH_PORT = re.compile(r":[0-9]+\Z")
 MODES: tuple[TransferMode, ...] = ("READ", "WRITE")
 
 
@@ -143,6 +145,8 @@ class RegistrationBook:
 
     def _address(self, http_address: str) -> InstanceId:
         try:
+            if not _WITH_PORT.search(http_address):
+                raise ValueError("no port")  # noqa: TRY301
             instance = parse_instance_id(f"http://{http_address}")
         except ValueError as error:
             raise RegistrationRefusedError("http_address") from error
