@@ -18,17 +18,20 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from balancer.app import App, create_app
 from balancer.core.fleet_view import RankFacts
+from balancer.core.settings_errors import ConfigError
 from balancer.fleet_control import FleetLinks
 from balancer.guards import guard
+from balancer.members import Members
 from balancer.routes import add_error_answers
 from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.rank_status import RankStatus
-from indexer.service import IndexerService
+from indexer.service import IndexerService, unix_time_s
 from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
 from kvlb.index_backend import OpenIndex, open_index, open_reader
 from kvlb.reload import Reloader
 from kvlb.settings import KvlbSettings, Overrides, engine_sources, load_fleet
+from kvlb.shared_changes import open_changes
 from kvlb.status_server import serve_status
 from kvlb.trace_export import open_tracing
 
@@ -85,13 +88,15 @@ async def run_kvlb(
         opened = await stack.enter_async_context(open_index(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
         indexer = await _new_indexer(settings, opened, registry, stack)
-        app = create_app(
+        changes = await stack.enter_async_context(open_changes(settings.redis))
+        app = _build_app(
             config=settings,
             index=opened.index,
             registry=registry,
             index_status=lambda: render_ranks(indexer),
             tracing=tracing,
             links=FleetLinks(
+                store=changes,
                 on_members=lambda members: indexer.set_sources(engine_sources(members)),
                 on_cache_dropped=indexer.drop_credit,
             ),
@@ -127,7 +132,14 @@ async def run_balancer(
     async with AsyncExitStack() as stack:
         index = await stack.enter_async_context(open_reader(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
-        app = create_app(config=settings, index=index, registry=_new_registry(), tracing=tracing)
+        changes = await stack.enter_async_context(open_changes(settings.redis))
+        app = _build_app(
+            config=settings,
+            index=index,
+            registry=_new_registry(),
+            tracing=tracing,
+            links=FleetLinks(store=changes),
+        )
         async with asyncio.TaskGroup() as group:
             reloading = None
             if file is not None:
@@ -156,18 +168,21 @@ async def run_indexer(
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_index(settings.redis))
         indexer = await _new_indexer(settings, opened, registry, stack)
+        changes = await stack.enter_async_context(open_changes(settings.redis))
         admin = settings.admin
+        members = Members(settings, store=changes, wall_clock=unix_time_s)
+        members.on_change = lambda now: indexer.set_sources(now.config.engine_sources())
 
         def apply(changed: KvlbSettings) -> None:
             nonlocal admin
             admin = changed.admin
-            indexer.set_sources(changed.engine_sources())
+            members.set_config(changed)
 
         api = indexer_status_app(indexer, registry, guard(lambda: admin))
         add_error_answers(api)
         host = settings.indexer.status_host or settings.host
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(indexer.run())]
+            tasks = [group.create_task(indexer.run()), group.create_task(members.run())]
             if file is not None:
                 reloader = file.reloader(settings, apply, NOT_OF_THE_INDEXER)
                 tasks.append(group.create_task(reloader.run()))
@@ -184,6 +199,14 @@ async def run_indexer(
                 raise SettingsError(f"{error}; {hint}") from error
             for task in tasks:
                 task.cancel()
+
+
+def _build_app(**parts: Any) -> App:
+    """`create_app`, with its refusal as the operator's."""
+    try:
+        return create_app(**parts)
+    except ConfigError as error:
+        raise SettingsError(str(error)) from error
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ Rules:
    of the indexer under `indexer`; one entry of `instances` describes an engine to both.
 4. Secrets may stand in the file, better in the environment; they never show in `repr`.
 
-Environment: KVLB_HOST, KVLB_PORT, KVLB_REDIS_URL, KVLB_REDIS_PASSWORD, KVLB_ADMIN_API_KEY,
-KVLB_ENGINE_API_KEY.
+Environment: KVLB_HOST, KVLB_PORT, KVLB_REDIS_URL, KVLB_REDIS_PASSWORD, KVLB_ADMIN_API_KEY (or
+ADMIN_API_KEY), KVLB_ENGINE_API_KEY.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +32,8 @@ NO_ENGINES = (
     "no engine to balance over; name one with --instance http://host:port or list them under "
     "`instances:` in a file, given with --config kvlb.yaml"
 )
+EXAMPLE_ADMIN_KEY = "ADMIN_API_KEY"
+"""As vLLM's example proxies call it: used where nothing else names a key."""
 REDIS_PASSWORD = "KVLB_REDIS_PASSWORD"  # noqa: S105 - the variable's name
 
 
@@ -137,9 +139,12 @@ def load_settings(
 def load_fleet(
     config: Path | None, overrides: Overrides, environ: Mapping[str, str]
 ) -> KvlbSettings:
-    """Likewise, and refuse a fleet without instances: a file cut short must not empty a fleet."""
+    """Likewise, and refuse a fleet without instances: a file cut short must not empty a fleet.
+
+    Unless it says how instances come by themselves.
+    """
     settings = load_settings(config, overrides, environ)
-    if not settings.instances:
+    if not settings.instances and settings.registration is None:
         raise NoEnginesError(f"{config}: {NO_ENGINES}" if config else NO_ENGINES)
     return settings
 
@@ -199,6 +204,12 @@ def _apply_environment(values: dict[str, Any], environ: Mapping[str, str]) -> No
         admin = _section(values, "admin")
         admin.pop("api_key", None)
         admin["api_key_env"] = "KVLB_ADMIN_API_KEY"
+    elif environ.get(EXAMPLE_ADMIN_KEY) and not _has_admin_key(values):
+        _section(values, "admin")["api_key_env"] = EXAMPLE_ADMIN_KEY
+
+
+def _has_admin_key(values: dict[str, Any]) -> bool:
+    return any(_section(values, "admin").get(name) for name in ("api_key", "api_key_env"))
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Overrides) -> None:
