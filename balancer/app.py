@@ -9,7 +9,7 @@ import importlib.metadata
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -41,6 +41,7 @@ from balancer.tokens import PromptReader
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
 from indexer.core.index import PrefixLookup
+from indexer.core.types import InstanceId
 
 DECISIONS_KEPT = 1000
 
@@ -65,7 +66,7 @@ class TimeAndChance:
 class App:
     """The balancer as an ASGI application. Its lifespan starts the probes and closes clients."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
         routes: FastAPI,
@@ -74,6 +75,7 @@ class App:
         ledger: LoadLedger,
         reconfigure: Callable[[BalancerConfig], None],
         control: FleetControl,
+        connect_anew: Callable[[Sequence[InstanceId]], Awaitable[None]],
     ) -> None:
         self._routes = routes
         self._dataplane = dataplane
@@ -83,6 +85,8 @@ class App:
         """Take over those settings that can change while it runs (`config.reloaded`)."""
         self.control = control
         """Membership of the fleet."""
+        self.connect_anew = connect_anew
+        """To be told of instances whose name stands for another address now."""
         self.broken = asyncio.Event()
         """Set once something has ended that the balancer can't do without: stop serving."""
 
@@ -248,8 +252,19 @@ class _Builder:
             ledger=self._ledger,
             reconfigure=self._reconfigure,
             control=self._control,
+            connect_anew=self._connect_anew,
         )
         return app
+
+    async def _connect_anew(self, instances: Sequence[InstanceId]) -> None:
+        """These have moved: their connections and predictions are of another process."""
+        for each in instances:
+            self._upstream.connect_anew(each)
+        for found in self._keeper.snapshot().instances:
+            for rank in found.rank_ids() if found.id in instances else ():
+                self._ledger.forget(rank)
+        await self._engines.connect_anew()
+        self._keeper.moved(instances)
 
     def _reconfigure(self, config: BalancerConfig) -> None:
         before = self._config

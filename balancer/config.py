@@ -64,6 +64,11 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """What describes one instance, in the file and at run time."""
         return InstanceSettings
 
+    @classmethod
+    def reloadable(cls) -> tuple[str, ...]:
+        """Keys that a running process can take over."""
+        return RELOADABLE
+
     def check_fleet(self) -> None:
         """Raise ConfigError for instances that can't be in one fleet."""
         _refuse_duplicates("url", (each.id for each in self.instances))
@@ -91,7 +96,7 @@ RELOADABLE = ("instances", "engine_api_key", "engine_api_key_env", "routing", "p
 
 def reloaded(running: Config, wanted: Config) -> Config:
     """Return `running` with everything of `wanted` that can change without a restart."""
-    taken = {name: getattr(wanted, name) for name in RELOADABLE}
+    taken = {name: getattr(wanted, name) for name in running.reloadable()}
     # Books of predicted blocks have their size from the start.
     fixed = running.routing.max_predicted_blocks
     taken["routing"] = msgspec.structs.replace(wanted.routing, max_predicted_blocks=fixed)

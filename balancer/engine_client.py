@@ -37,15 +37,20 @@ class EngineClient:
         self, *, api_keys: Mapping[InstanceId, str], timeout_s: float, max_connections: int = 256
     ) -> None:
         self._api_keys = api_keys
-        self._sleepless: set[InstanceId] = set()
-        """Engines that can't sleep, or don't say."""
+        self._timeout_s = timeout_s
+        self._max_connections = max_connections
+        self._outdated: list[httpx.AsyncClient] = []
+        """Calls may be under way on them."""
+        self._http = self._open()
+
+    def _open(self) -> httpx.AsyncClient:
         # trust_env: a proxy variable meant for the internet must not catch calls to engines.
-        self._http = httpx.AsyncClient(
-            timeout=timeout_s,
+        return httpx.AsyncClient(
+            timeout=self._timeout_s,
             trust_env=False,
             limits=httpx.Limits(
-                max_connections=max_connections,
-                max_keepalive_connections=max_connections,
+                max_connections=self._max_connections,
+                max_keepalive_connections=self._max_connections,
                 keepalive_expiry=KEEP_ALIVE_S,
             ),
         )
@@ -57,7 +62,15 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        for each in (*self._outdated, self._http):
+            await each.aclose()
+
+    async def connect_anew(self) -> None:
+        """Names lead elsewhere now: no connection is used again. Calls under way go on."""
+        before, self._outdated = self._outdated, [self._http]
+        self._http = self._open()
+        for each in before:
+            await each.aclose()
 
     async def probe(self, instance: InstanceId) -> ProbeAnswer:
         """Ask for health, then for models. Never raises for what the instance does."""

@@ -167,6 +167,13 @@ class FleetKeeper:
         self._publish()
         self._members_changed.set()
 
+    def moved(self, instances: Iterable[InstanceId]) -> None:
+        """Another process answers for these now: learn their ranks anew, at once."""
+        for instance in instances:
+            if watched := self._watched.get(instance):
+                watched.knows_ranks = False
+                watched.wake.set()
+
     def look_at(self, instances: Iterable[InstanceId]) -> None:
         """Probe these at once."""
         for instance in instances:

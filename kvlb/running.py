@@ -5,7 +5,7 @@ The only place that knows both the indexer's service and the balancer's applicat
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,14 @@ from balancer.members import Members
 from balancer.routes import add_error_answers
 from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.rank_status import RankStatus
+from indexer.core.types import InstanceId
 from indexer.service import IndexerService, unix_time_s
 from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
 from kvlb.index_backend import OpenIndex, open_index, open_reader
+from kvlb.names.resolver import Resolve
+from kvlb.names.resolver import resolve as resolve_name
+from kvlb.names.watch import NameWatch
 from kvlb.reload import Reloader
 from kvlb.settings import KvlbSettings, Overrides, engine_sources, load_fleet
 from kvlb.shared_changes import open_changes
@@ -81,6 +85,7 @@ async def run_kvlb(
     stop: asyncio.Event,
     on_listening: Callable[[RunningKvlb], None],
     file: ConfigFile | None = None,
+    resolve: Resolve = resolve_name,
 ) -> None:
     """Index and balance until `stop` is set and running answers are finished."""
     registry = _new_registry()
@@ -102,8 +107,13 @@ async def run_kvlb(
             ),
         )
 
+        async def connect_anew(moved: Sequence[InstanceId]) -> None:
+            await app.connect_anew(moved)
+            indexer.follow_anew(moved)
+
+        names = NameWatch(app.control.members, resolve=resolve, on_moved=connect_anew)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(indexer.run())]
+            tasks = [group.create_task(indexer.run()), group.create_task(names.run())]
             if file is not None:
                 tasks.append(group.create_task(file.reloader(settings, app.reconfigure).run()))
             await _serve_balancer(
@@ -122,6 +132,7 @@ async def run_balancer(
     stop: asyncio.Event,
     on_listening: Callable[[str], None],
     file: ConfigFile | None = None,
+    resolve: Resolve = resolve_name,
 ) -> None:
     """Balance on what an indexer writes to Redis, until `stop` is set and answers are finished.
 
@@ -140,14 +151,15 @@ async def run_balancer(
             tracing=tracing,
             links=FleetLinks(store=changes),
         )
+        names = NameWatch(app.control.members, resolve=resolve, on_moved=app.connect_anew)
         async with asyncio.TaskGroup() as group:
-            reloading = None
+            tasks = [group.create_task(names.run())]
             if file is not None:
                 reloader = file.reloader(settings, app.reconfigure, NOT_OF_THE_BALANCER)
-                reloading = group.create_task(reloader.run())
+                tasks.append(group.create_task(reloader.run()))
             await _serve_balancer(app, settings, stop, on_listening)
-            if reloading is not None:
-                reloading.cancel()
+            for task in tasks:
+                task.cancel()
 
 
 async def run_indexer(
@@ -156,6 +168,7 @@ async def run_indexer(
     stop: asyncio.Event,
     on_listening: Callable[[str], None],
     file: ConfigFile | None = None,
+    resolve: Resolve = resolve_name,
 ) -> None:
     """Follow the engines and write Redis until `stop` is set.
 
@@ -178,11 +191,15 @@ async def run_indexer(
             admin = changed.admin
             members.set_config(changed)
 
+        async def follow_anew(moved: Sequence[InstanceId]) -> None:
+            indexer.follow_anew(moved)
+
+        names = NameWatch(members, resolve=resolve, on_moved=follow_anew)
         api = indexer_status_app(indexer, registry, guard(lambda: admin))
         add_error_answers(api)
         host = settings.indexer.status_host or settings.host
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(indexer.run()), group.create_task(members.run())]
+            tasks = [group.create_task(each.run()) for each in (indexer, members, names)]
             if file is not None:
                 reloader = file.reloader(settings, apply, NOT_OF_THE_INDEXER)
                 tasks.append(group.create_task(reloader.run()))

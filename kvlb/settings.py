@@ -18,14 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from balancer.config import BalancerConfig, check_config
+from balancer.config import BalancerConfig, check_config, check_connector
 from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
-from indexer.core.endpoints import EndpointError, bindable, check_endpoints, offset_port
+from indexer.core.endpoints import (
+    EndpointError,
+    bindable,
+    check_endpoints,
+    dialable,
+    offset_port,
+)
+from indexer.core.limits import NonNegativeFloat
 from indexer.redis_index.settings import RedisSettings
 from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.instance_option import parse_instance
+from kvlb.names.settings import DiscoverySettings, check_discovery
 from kvlb.yaml_file import read_yaml
 
 NO_ENGINES = (
@@ -72,6 +80,15 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     indexer: IndexerConfig = IndexerConfig()
     redis: RedisSettings | None = None
     """None: the index lives in the memory of `kvlb up`."""
+    discovery: tuple[DiscoverySettings, ...] = ()
+    resolve_interval_s: NonNegativeFloat = 5.0
+    """How often host names of engines, and the names under `discovery`, are looked up; 0: never. An
+    engine whose name stands for another address is connected to anew, and what was known of its cache is
+    dropped."""
+
+    @classmethod
+    def reloadable(cls) -> tuple[str, ...]:
+        return (*super().reloadable(), "discovery", "resolve_interval_s")
 
     @classmethod
     def entry_type(cls) -> type[InstanceEntry]:
@@ -80,6 +97,9 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     def check_fleet(self) -> None:
         super().check_fleet()
         _check_streams(self)
+        check_discovery(self.discovery)
+        for number, each in enumerate(self.discovery):
+            check_connector(each.connector, f"discovery[{number}].connector")
 
     def engine_sources(self) -> tuple[InstanceSource, ...]:
         """The instances as the indexer wants them."""
@@ -144,7 +164,8 @@ def load_fleet(
     Unless it says how instances come by themselves.
     """
     settings = load_settings(config, overrides, environ)
-    if not settings.instances and settings.registration is None:
+    comes_by_itself = settings.registration is not None or settings.discovery
+    if not settings.instances and not comes_by_itself:
         raise NoEnginesError(f"{config}: {NO_ENGINES}" if config else NO_ENGINES)
     return settings
 
@@ -178,7 +199,7 @@ def _streams(
         except EndpointError as error:
             raise ConfigError(f"`{where}.events`: {error}") from error
         is_ours = direction == "bind"
-        yield (bindable(endpoint), topic) if is_ours else (endpoint, None)
+        yield (bindable(endpoint), topic) if is_ours else (dialable(endpoint, entry.id), None)
 
 
 def _check_redis(redis: RedisSettings | None, environ: Mapping[str, str]) -> None:
