@@ -9,7 +9,7 @@ import importlib.metadata
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,14 +26,16 @@ from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts
 from balancer.core.load import LoadLedger
 from balancer.core.local_ledger import LocalLedger
-from balancer.core.policies import named_policy
+from balancer.core.policies import Policy
 from balancer.core.record import RequestRecord
 from balancer.dataplane import DataPlane
 from balancer.engine_client import EngineClient
 from balancer.exchange import AsgiExchange
 from balancer.fleet import FleetKeeper
 from balancer.fleet_control import FleetControl, FleetLinks
+from balancer.handling import Handling
 from balancer.metrics import BalancerMetrics, FleetCollector
+from balancer.own_code import load_policy
 from balancer.router import Router
 from balancer.routes import Surface, create_routes
 from balancer.token_pool import TokenPool
@@ -41,7 +43,6 @@ from balancer.tokens import PromptReader
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
 from indexer.core.index import PrefixLookup
-from indexer.core.types import InstanceId
 
 DECISIONS_KEPT = 1000
 
@@ -66,7 +67,7 @@ class TimeAndChance:
 class App:
     """The balancer as an ASGI application. Its lifespan starts the probes and closes clients."""
 
-    def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
+    def __init__(
         self,
         *,
         routes: FastAPI,
@@ -75,7 +76,6 @@ class App:
         ledger: LoadLedger,
         reconfigure: Callable[[BalancerConfig], None],
         control: FleetControl,
-        connect_anew: Callable[[Sequence[InstanceId]], Awaitable[None]],
     ) -> None:
         self._routes = routes
         self._dataplane = dataplane
@@ -85,8 +85,6 @@ class App:
         """Take over those settings that can change while it runs (`config.reloaded`)."""
         self.control = control
         """Membership of the fleet."""
-        self.connect_anew = connect_anew
-        """To be told of instances whose name stands for another address now."""
         self.broken = asyncio.Event()
         """Set once something has ended that the balancer can't do without: stop serving."""
 
@@ -183,7 +181,7 @@ class _Builder:
         self._reader = PromptReader(
             settings=config.tokens, pool=self._pool, engine=self._engines, clock=surroundings.clock
         )
-        self._policy = named_policy(config.routing.policy)
+        self._policy = self._load_policy(config.routing.policy)
         self._router = Router(
             index=index,
             ledger=self._ledger,
@@ -209,6 +207,7 @@ class _Builder:
             keeper=self._keeper,
             ledger=self._ledger,
             engines=self._engines,
+            upstream=self._upstream,
             engine_keys=self._engine_keys,
             links=links,
             registry=self._registry,
@@ -228,6 +227,10 @@ class _Builder:
             new_id=self._surroundings.new_id,
             engine_key=self._engine_keys.get,
             tracing=self._tracing,
+            handling=Handling.configured(
+                self._config.handlers,
+                lambda error: self._metrics.own_code_failed("handler", error),
+            ),
         )
         surface = Surface(
             fleet=self._keeper.snapshot,
@@ -252,26 +255,18 @@ class _Builder:
             ledger=self._ledger,
             reconfigure=self._reconfigure,
             control=self._control,
-            connect_anew=self._connect_anew,
         )
         return app
 
-    async def _connect_anew(self, instances: Sequence[InstanceId]) -> None:
-        """These have moved: their connections and predictions are of another process."""
-        for each in instances:
-            self._upstream.connect_anew(each)
-        for found in self._keeper.snapshot().instances:
-            for rank in found.rank_ids() if found.id in instances else ():
-                self._ledger.forget(rank)
-        await self._engines.connect_anew()
-        self._keeper.moved(instances)
+    def _load_policy(self, name: str) -> Policy:
+        return load_policy(name, lambda error: self._metrics.own_code_failed("policy", error))
 
     def _reconfigure(self, config: BalancerConfig) -> None:
         before = self._config
         self._config = config = reloaded(before, config)
         if (before.routing, before.pd) != (config.routing, config.pd):
             if before.routing.policy != config.routing.policy:
-                self._policy = named_policy(config.routing.policy)
+                self._policy = self._load_policy(config.routing.policy)
             self._router.set_settings(config.routing, config.pd, self._policy)
         self._control.members.set_config(config)
 

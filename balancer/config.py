@@ -3,8 +3,8 @@
 Rules:
 
 1. Whoever starts the balancer decodes the file and passes the environment, and gets a value or a
-   ConfigError that names the key. The only files read here are the tokenizers that the
-   configuration names: each is loaded once, to refuse a broken one at start.
+   ConfigError that names the key. The only files read here are the tokenizers and the code that
+   the configuration names: each is loaded once, to refuse what is broken at start.
 2. A secret is given in the file or by the name of an environment variable, not both.
 """
 
@@ -23,11 +23,13 @@ from balancer.core.control_settings import (
     name_instances,
 )
 from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.handler_settings import HandlerSettings
 from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.tracing_settings import TracingSettings
 from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
+from balancer.own_code import load_handler, load_policy
 from indexer.core.addresses import without_loopback_names
 from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId
@@ -56,6 +58,7 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     probes: ProbeSettings = ProbeSettings()
     admin: AdminSettings = AdminSettings()
     tracing: TracingSettings = TracingSettings()
+    handlers: HandlerSettings = HandlerSettings()
     registration: RegistrationSettings | None = None
     """None: engines can't announce themselves."""
 
@@ -121,6 +124,9 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     config.check_fleet()
     if config.registration is not None:
         check_connector(config.registration.connector, "registration.connector")
+    load_policy(config.routing.policy)
+    for name in ("completion", "chat_completion"):
+        load_handler(getattr(config.handlers, name), f"handlers.{name}")
     for model, directory in config.tokens.models.items():
         try:
             load_tokenizer(Path(directory), str)  # it costs a second, and finds what is broken

@@ -5,7 +5,7 @@ it needs of the rest, and is told of every new membership.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -24,6 +24,7 @@ from balancer.fleet import FleetKeeper
 from balancer.fleet_admin import FleetAdmin
 from balancer.members import ChangeStore, Members, Membership
 from balancer.registration import RegistrationService
+from balancer.upstream import Upstream
 from indexer.core.types import InstanceId
 
 _RESTART_S = 1.0
@@ -57,6 +58,7 @@ class FleetControl:
         keeper: FleetKeeper,
         ledger: LoadLedger,
         engines: EngineClient,
+        upstream: Upstream,
         engine_keys: MutableMapping[InstanceId, str],
         links: FleetLinks,
         registry: CollectorRegistry,
@@ -66,6 +68,8 @@ class FleetControl:
         """`engine_keys` is kept as the members need it. Raises ConfigError."""
         self._keeper = keeper
         self._ledger = ledger
+        self._engines = engines
+        self._upstream = upstream
         self._engine_keys = engine_keys
         self._links = links
         self._clock = clock
@@ -109,6 +113,16 @@ class FleetControl:
             in_flight=self.in_flight,
         )
         return admin_routes(surface, admin)
+
+    async def connect_anew(self, moved: Sequence[InstanceId]) -> None:
+        """Their names stand for other addresses now: another process, of which nothing is known."""
+        for each in moved:
+            self._upstream.connect_anew(each)
+        for found in self._keeper.snapshot().instances:
+            for rank in found.rank_ids() if found.id in moved else ():
+                self._ledger.forget(rank)
+        await self._engines.connect_anew()
+        self._keeper.moved(moved)
 
     async def run(self) -> None:
         """Keep membership up to date until cancelled. A bug costs a second of it."""

@@ -108,7 +108,7 @@ async def run_kvlb(
         )
 
         async def connect_anew(moved: Sequence[InstanceId]) -> None:
-            await app.connect_anew(moved)
+            await app.control.connect_anew(moved)
             indexer.follow_anew(moved)
 
         names = NameWatch(app.control.members, resolve=resolve, on_moved=connect_anew)
@@ -151,7 +151,7 @@ async def run_balancer(
             tracing=tracing,
             links=FleetLinks(store=changes),
         )
-        names = NameWatch(app.control.members, resolve=resolve, on_moved=app.connect_anew)
+        names = NameWatch(app.control.members, resolve=resolve, on_moved=app.control.connect_anew)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(names.run())]
             if file is not None:
