@@ -322,6 +322,7 @@ class _Builder:
         for rank in gone:
             self._ledger.forget(rank)
         self._known = fleet
+        self._control.on_fleet(fleet)
         self._note_conflicts(fleet)
         self._metrics.forget_absent(fleet)
 

@@ -16,8 +16,10 @@ from balancer.admin_routes import AdminSurface, admin_routes
 from balancer.config import BalancerConfig
 from balancer.control_metrics import MembershipCollector
 from balancer.core.control_settings import AdminSettings
+from balancer.core.fleet import Fleet
 from balancer.core.load import LoadLedger
 from balancer.core.registrations import RegistrationBook
+from balancer.core.roster import Hold
 from balancer.engine_client import EngineClient
 from balancer.fan_out import FanOut, Instances
 from balancer.fleet import FleetKeeper
@@ -72,6 +74,8 @@ class FleetControl:
         self._upstream = upstream
         self._engine_keys = engine_keys
         self._links = links
+        self._went_away: set[InstanceId] = set()
+        """Were put to sleep, and then not well."""
         self._clock = clock
         self._settings = config.registration
         self._book = None if self._settings is None else RegistrationBook(self._settings)
@@ -113,6 +117,16 @@ class FleetControl:
             in_flight=self.in_flight,
         )
         return admin_routes(surface, admin)
+
+    def on_fleet(self, fleet: Fleet) -> None:
+        """See a new snapshot. Who was put to sleep, went away and is well again is awake."""
+        asleep = {each.id for each in fleet.instances if each.hold == Hold.ASLEEP}
+        self._went_away &= asleep
+        self._went_away |= {each.id for each in fleet.instances if not each.healthy} & asleep
+        back = {each.id for each in fleet.instances if each.healthy} & self._went_away
+        if back:
+            self._went_away -= back
+            asyncio.get_running_loop().call_soon(self.members.found_awake, back)
 
     async def connect_anew(self, moved: Sequence[InstanceId]) -> None:
         """Their names stand for other addresses now: another process, of which nothing is known."""

@@ -189,6 +189,11 @@ class Members(Generic[Config]):
         """Requests again."""
         await self._change(drop=[name_of(ASLEEP, each) for each in instances])
 
+    def found_awake(self, instances: Iterable[InstanceId]) -> None:
+        """Nobody woke these up through us, and they are: restarted, or by their own route."""
+        self._forget(name_of(ASLEEP, each) for each in instances)
+        self._update()
+
     # How it is done.
 
     async def run(self) -> None:

@@ -43,7 +43,10 @@ class Answering:
         self.told: list[RankId] = []
 
     def choose(
-        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak  # noqa: ARG002
+        self,
+        shape: RequestShape,
+        candidates: Sequence[LoadedCandidate],
+        draw: TieBreak,  # noqa: ARG002
     ) -> list[Choice]:
         answer: list[Choice] = self.answer(estimate_all(shape, candidates))
         return answer

@@ -118,6 +118,23 @@ async def test_sleeping_instance_gets_no_requests(
     assert [each["hold"] for each in after] == [None, None]
 
 
+async def test_sleeper_that_was_restarted_is_awake(engine: Any, balancer_factory: Any) -> None:
+    """Nobody has to wake up what doesn't sleep any more."""
+    engine.answers["/sleep"] = (200, b"")
+    async with balancer_factory(config(engine)) as balancer:
+        await balancer.available()
+        await tell(balancer, "/sleep")
+        refused = await balancer.http.post("/v1/completions", json=IDS)
+        engine.health_status = 500
+        async with asyncio.timeout(5):
+            await balancer.app.keeper.wait_for(lambda fleet: not fleet.instances[0].healthy)
+        engine.health_status = 200
+        await balancer.available()
+        served = await balancer.http.post("/v1/completions", json=IDS)
+
+    assert (refused.status_code, served.status_code) == (503, 200)
+
+
 async def test_loaded_adapter_can_be_asked_for_soon(
     engine_factory: Any, balancer_factory: Any
 ) -> None:
