@@ -281,7 +281,7 @@ async def _new_indexer(
 async def _serve_balancer(
     app: App, settings: KvlbSettings, stop: asyncio.Event, on_listening: Callable[[str], None]
 ) -> None:
-    if not any(each.role.answers_clients for each in settings.instances):
+    if settings.instances and not any(each.role.answers_clients for each in settings.instances):
         _logger.warning("no_instance_answers_clients", hint="add one of role decode or mixed")
     try:
         await serve(

@@ -150,7 +150,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `/status`, `/explain`, `/explain/recent` and `GET /instances` tell addresses and what others
     asked. They are open to clients on this machine; to others only with the header `X-API-Key`. A
     client behind a proxy on this machine (`X-Forwarded-For`) counts as another machine's. What
-    changes the fleet or its engines (docs/operations.md) needs the key from everywhere.
+    changes the fleet or its engines (docs/fleet.md) needs the key from everywhere.
     """
 
     api_key: Secret | None = None

@@ -6,7 +6,7 @@ Rules:
 2. A command whose effect on caches is known says so, so that credit can end at once.
 3. The whole is well if every engine did it, partly well if some did.
 
-Facts about the paths: docs/operations.md.
+Facts about the paths: docs/fleet.md.
 """
 
 from collections.abc import Sequence

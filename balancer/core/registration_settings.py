@@ -14,7 +14,7 @@ class RegistrationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     Engines with MoRIIOConnector or P2pNcclConnector tell a proxy every 3 s over ZMQ that they are
     there (`proxy_ip`, `proxy_ping_port`). Without this section nobody listens. Whoever can reach the
     port can have requests, and the engine key, sent to an address of their choice: keep it to the
-    engines' network, and name that in `networks`.
+    engines' network, and name that in `networks`. More: docs/fleet.md.
     """
 
     port: Port = 36367

@@ -21,7 +21,7 @@ class DiscoverySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     The section is a list. Each name is looked up every `resolve_interval_s`, and what it stands for
     then is all there is: an address that isn't listed any more gets no new requests, and leaves when it
     has finished. A lookup that fails changes nothing; a name that nobody knows stands for no address
-    after three lookups.
+    after three lookups. More: docs/fleet.md.
     """
 
     dns: Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
