@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from balancer.config import BalancerConfig
 from balancer.core.control_settings import AdminSettings
-from balancer.core.errors import BodyTooLargeError
+from balancer.core.errors import BadRequestError, BodyTooLargeError
 from balancer.core.fan_out import COMMANDS, Command, overall_status
 from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import unavailable_reason
@@ -142,7 +142,10 @@ def _shown(surface: AdminSurface, member: Member) -> Mapping[str, Any]:
 
 
 async def _read(request: Request) -> Mapping[str, Any]:
-    return decode_body(await _read_raw(request))
+    decoded = decode_body(await _read_raw(request))
+    if not decoded.is_unicode:
+        raise BadRequestError("the body holds half of a character (a lone surrogate)")
+    return decoded.value
 
 
 async def _read_raw(request: Request) -> bytes:

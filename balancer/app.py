@@ -125,13 +125,14 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
 ) -> App:
     """Build everything. `config` has been through `check_config`.
 
-    `index_status` tells trust, epoch and held blocks by rank for `/status`. Raises ConfigError if the
-    registration service can't have its port.
+    `index_status` tells trust, epoch and held blocks by rank for `/status`. Without it `/status`
+    shows what the last lookups told. Raises ConfigError if the registration service can't have its
+    port.
     """
     builder = _Builder(
         config, index, registry, surroundings or TimeAndChance(), tracing or NoTracing()
     )
-    return builder.build(index_status or dict, links or FleetLinks())
+    return builder.build(index_status, links or FleetLinks())
 
 
 class _Builder:
@@ -201,7 +202,7 @@ class _Builder:
             keep_alive_s=settings.keep_alive_s,
         )
 
-    def build(self, index_status: Callable[[], RankFacts], links: FleetLinks) -> App:
+    def build(self, index_status: Callable[[], RankFacts] | None, links: FleetLinks) -> App:
         self._control = FleetControl(
             self._config,
             keeper=self._keeper,

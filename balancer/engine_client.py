@@ -41,6 +41,8 @@ class EngineClient:
         self._max_connections = max_connections
         self._outdated: list[httpx.AsyncClient] = []
         """Calls may be under way on them."""
+        self._sleepless: set[InstanceId] = set()
+        """Engines that can't sleep, or don't say."""
         self._http = self._open()
 
     def _open(self) -> httpx.AsyncClient:

@@ -1,15 +1,13 @@
-"""Who may ask the balancer's own routes: this machine, or who has the admin key."""
+"""Who may ask the balancer's own routes: this machine (`balancer/core/local_clients.py`), or who has the key."""
 
 import secrets
 from collections.abc import Awaitable, Callable
-from ipaddress import ip_address
 
 from fastapi import Request
 
 from balancer.core.control_settings import AdminSettings
 from balancer.core.errors import ForbiddenError, UnauthorizedError
-
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+from balancer.core.local_clients import is_local_client
 
 Check = Callable[[Request], Awaitable[None]]
 
@@ -18,9 +16,14 @@ def guard(admin: Callable[[], AdminSettings]) -> Check:
     """Let operators look: on this machine, or with the admin key."""
 
     async def check(request: Request) -> None:
-        if "x-api-key" not in request.headers and _is_local(request):
+        settings = admin()
+        if "x-api-key" not in request.headers and _is_local(request, settings):
             return
-        _check_key(request, admin(), "open on this machine only; set `admin.api_key` to allow more")
+        closed = (
+            "open on this machine only, as localhost or 127.0.0.1; "
+            "set `admin.api_key` or `admin.local_hosts` to allow more"
+        )
+        _check_key(request, settings, closed)
 
     return check
 
@@ -42,13 +45,7 @@ def _check_key(request: Request, admin: AdminSettings, closed: str) -> None:
         raise UnauthorizedError("`X-API-Key` is missing or wrong")
 
 
-def _is_local(request: Request) -> bool:
-    """Is the client itself on this machine? A proxy on this machine doesn't make it so."""
-    if request.client is None or any(name in request.headers for name in FORWARDED):
-        return False
-    try:
-        address = ip_address(request.client.host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
+def _is_local(request: Request, admin: AdminSettings) -> bool:
+    address = request.client.host if request.client else None
+    hosts = request.headers.getlist("host")
+    return is_local_client(address, request.headers, hosts, admin.local_hosts)

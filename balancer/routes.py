@@ -38,7 +38,6 @@ from balancer.core.fleet_view import (
 )
 from balancer.core.generate import read_generate
 from balancer.core.load import LoadLedger
-from balancer.core.local_clients import is_local_client
 from balancer.core.openai_errors import render_error
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.rewrite import decode_body, encode_body

@@ -25,9 +25,8 @@ class SharedChanges:
 
     async def load(self) -> Values:
         answer = await self._ask("HGETALL")
-        if not isinstance(answer, dict):  # as the wire has it
-            answer = dict(zip(answer[::2], answer[1::2], strict=True))
-        return {name.decode(errors="replace"): value for name, value in answer.items()}
+        pairs = zip(answer[::2], answer[1::2], strict=True)
+        return {name.decode(errors="replace"): value for name, value in pairs}
 
     async def put(self, name: str, value: bytes) -> None:
         await self._ask("HSET", name, value)

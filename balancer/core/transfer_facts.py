@@ -5,11 +5,12 @@ Rules:
 1. Facts belong to one life of an engine process: engine ids and addresses are new after a restart,
    so whoever notices one drops them and asks again. A connector without the facts it needs fails
    the leg (`NoTransferError`), it never sends yesterday's.
-2. Values only: learned by the fleet keeper's probe (`engine_ids`) or sent by the engine itself to
-   the registration service (`registration`), read by `balancer.connectors`.
+2. Values only: learned by the fleet keeper's probe (an `Inquiry` that the connector declares) or
+   sent by the engine itself to the registration service (`registration`), read by
+   `balancer.connectors`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,9 +39,25 @@ class TransferFacts:
     """Everything learned of one instance in its present life."""
 
     engine_ids: Mapping[int, str] = field(default_factory=dict)
-    """Id of the KV engine behind each rank, by the number `X-data-parallel-rank` wants (local)."""
+    """Id of the KV engine behind each rank, by its global number."""
+    kv_host: str | None = None
+    """Host of its side channel, as the engine itself tells it to peers."""
+    kv_port: int | None = None
+    """Port of its first rank's side channel."""
+    tp_size: int | None = None
+    pp_size: int | None = None
     registration: Registration | None = None
 
 
 NO_FACTS = TransferFacts()
 """Of an instance that hasn't been asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inquiry:
+    """A question that has to be answered before an instance can take its part in transfers."""
+
+    url: str
+    """To be fetched with GET, without the instance's key: it may be another port."""
+    read: Callable[[object], TransferFacts]
+    """Turns the JSON of a 200 into facts. Raises ValueError if it isn't what was asked for."""

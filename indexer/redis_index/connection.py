@@ -102,10 +102,6 @@ class RedisConnection:
         """Return if the server answers."""
         await self.ask("PING")
 
-    async def ask(self, name: str, key: str = "", *parts: Part) -> Any:
-        """Any command of one key, at the writer's pace."""
-        return await self._ask(self.settings.write_timeout_s, name, key, *parts)
-
     async def fields(self, key: str) -> Sequence[bytes]:
         """Field names of a small hash."""
         names: Sequence[bytes] = await self.ask("HKEYS", key)

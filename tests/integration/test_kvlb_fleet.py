@@ -165,11 +165,13 @@ async def _has_instances(client: httpx.AsyncClient, count: int) -> bool:
     return configured == count == len(status["instances"])
 
 
-async def test_reset_ends_credit_at_once(engines: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_reset_ends_credit_at_once(redis_server: Any, tmp_path: Path, shared: bool) -> None:
     """An idle engine's own word would come with its next batch only."""
     settings = EngineSettings(inter_token_ms=1.0)
+    redis = redis_server.settings() if shared else None
     async with simulated_fleet(parse_fleet("1"), settings) as fleet:
-        file = write(tmp_path / "kvlb.yaml", [fleet.engines[0].url])
+        file = write(tmp_path / "kvlb.yaml", [fleet.engines[0].url], redis)
         async with running(file, run_kvlb) as (kvlb,):
             await until(lambda: _is_ready(kvlb))
             await kvlb.post("/v1/completions", json=PROMPT)
