@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import structlog
@@ -26,13 +26,16 @@ from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts
 from balancer.core.load import LoadLedger
 from balancer.core.local_ledger import LocalLedger
-from balancer.core.policies import named_policy
+from balancer.core.policies import Policy
 from balancer.core.record import RequestRecord
 from balancer.dataplane import DataPlane
 from balancer.engine_client import EngineClient
 from balancer.exchange import AsgiExchange
 from balancer.fleet import FleetKeeper
+from balancer.fleet_control import FleetControl, FleetLinks
+from balancer.handling import Handling
 from balancer.metrics import BalancerMetrics, FleetCollector
+from balancer.own_code import load_policy
 from balancer.router import Router
 from balancer.routes import Surface, create_routes
 from balancer.token_pool import TokenPool
@@ -56,6 +59,7 @@ class TimeAndChance:
 
     clock: Callable[[], float] = time.monotonic
     random: Callable[[], float] = random.random
+    wall_clock: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex
     strftime_now: Callable[[str], str] = lambda form: datetime.now().astimezone().strftime(form)
 
@@ -71,6 +75,7 @@ class App:
         keeper: FleetKeeper,
         ledger: LoadLedger,
         reconfigure: Callable[[BalancerConfig], None],
+        control: FleetControl,
     ) -> None:
         self._routes = routes
         self._dataplane = dataplane
@@ -78,6 +83,8 @@ class App:
         self.ledger = ledger
         self.reconfigure = reconfigure
         """Take over those settings that can change while it runs (`config.reloaded`)."""
+        self.control = control
+        """Membership of the fleet."""
         self.broken = asyncio.Event()
         """Set once something has ended that the balancer can't do without: stop serving."""
 
@@ -106,7 +113,7 @@ class App:
         self.broken.set()
 
 
-def create_app(
+def create_app(  # noqa: PLR0913 - everything a process has, handed in
     *,
     config: BalancerConfig,
     index: PrefixLookup,
@@ -114,16 +121,18 @@ def create_app(
     index_status: Callable[[], RankFacts] | None = None,
     surroundings: TimeAndChance | None = None,
     tracing: Tracing | None = None,
+    links: FleetLinks | None = None,
 ) -> App:
     """Build everything. `config` has been through `check_config`.
 
     `index_status` tells trust, epoch and held blocks by rank for `/status`. Without it `/status`
-    shows what the last lookups told.
+    shows what the last lookups told. Raises ConfigError if the registration service can't have its
+    port.
     """
     builder = _Builder(
         config, index, registry, surroundings or TimeAndChance(), tracing or NoTracing()
     )
-    return builder.build(index_status)
+    return builder.build(index_status, links or FleetLinks())
 
 
 class _Builder:
@@ -173,7 +182,7 @@ class _Builder:
         self._reader = PromptReader(
             settings=config.tokens, pool=self._pool, engine=self._engines, clock=surroundings.clock
         )
-        self._policy = named_policy(config.routing.policy)
+        self._policy = self._load_policy(config.routing.policy)
         self._router = Router(
             index=index,
             ledger=self._ledger,
@@ -193,7 +202,19 @@ class _Builder:
             keep_alive_s=settings.keep_alive_s,
         )
 
-    def build(self, index_status: Callable[[], RankFacts] | None) -> App:
+    def build(self, index_status: Callable[[], RankFacts] | None, links: FleetLinks) -> App:
+        self._control = FleetControl(
+            self._config,
+            keeper=self._keeper,
+            ledger=self._ledger,
+            engines=self._engines,
+            upstream=self._upstream,
+            engine_keys=self._engine_keys,
+            links=links,
+            registry=self._registry,
+            clock=self._surroundings.clock,
+            wall_clock=self._surroundings.wall_clock,
+        )
         dataplane = DataPlane(
             fleet=self._keeper.snapshot,
             reader=self._reader,
@@ -207,6 +228,10 @@ class _Builder:
             new_id=self._surroundings.new_id,
             engine_key=self._engine_keys.get,
             tracing=self._tracing,
+            handling=Handling.configured(
+                self._config.handlers,
+                lambda error: self._metrics.own_code_failed("handler", error),
+            ),
         )
         surface = Surface(
             fleet=self._keeper.snapshot,
@@ -221,6 +246,7 @@ class _Builder:
             max_body_bytes=self._config.dataplane.max_body_bytes,
             conflicts=lambda: self._conflicts,
             version=importlib.metadata.version("kvlb"),
+            control=self._control.routes(lambda: self._config.admin),
         )
         routes = create_routes(surface, lambda _: self._lifespan(app))
         app = App(
@@ -229,25 +255,27 @@ class _Builder:
             keeper=self._keeper,
             ledger=self._ledger,
             reconfigure=self._reconfigure,
+            control=self._control,
         )
         return app
+
+    def _load_policy(self, name: str) -> Policy:
+        return load_policy(name, lambda error: self._metrics.own_code_failed("policy", error))
 
     def _reconfigure(self, config: BalancerConfig) -> None:
         before = self._config
         self._config = config = reloaded(before, config)
-        self._engine_keys.clear()  # shared with the clients, so that it changes for all of them
-        self._engine_keys.update(config.engine_keys())
         if (before.routing, before.pd) != (config.routing, config.pd):
             if before.routing.policy != config.routing.policy:
-                self._policy = named_policy(config.routing.policy)
+                self._policy = self._load_policy(config.routing.policy)
             self._router.set_settings(config.routing, config.pd, self._policy)
-        self._keeper.set_instances(config.instances)
+        self._control.members.set_config(config)
 
     @asynccontextmanager
     async def _lifespan(self, app: App) -> AsyncIterator[None]:
         """Probe and load tokenizers while serving; then close what was opened.
 
-        Neither task can end the group: the clients stay open while running answers need them.
+        No task can end the group: the clients stay open while running answers need them.
         """
         self._note_conflicts(self._known)
         try:
@@ -255,12 +283,14 @@ class _Builder:
                 tasks = [
                     group.create_task(self._keep(app)),
                     group.create_task(self._load()),
+                    group.create_task(self._control.run()),
                 ]
                 yield
                 for task in tasks:
                     task.cancel()
         finally:
             self._pool.close()
+            self._control.close()
             await self._upstream.close()
             await self._engines.close()
 
@@ -293,6 +323,7 @@ class _Builder:
         for rank in gone:
             self._ledger.forget(rank)
         self._known = fleet
+        self._control.on_fleet(fleet)
         self._note_conflicts(fleet)
         self._metrics.forget_absent(fleet)
 

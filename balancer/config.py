@@ -3,8 +3,8 @@
 Rules:
 
 1. Whoever starts the balancer decodes the file and passes the environment, and gets a value or a
-   ConfigError that names the key. The only files read here are the tokenizers that the
-   configuration names: each is loaded once, to refuse a broken one at start.
+   ConfigError that names the key. The only files read here are the tokenizers and the code that
+   the configuration names: each is loaded once, to refuse what is broken at start.
 2. A secret is given in the file or by the name of an environment variable, not both.
 """
 
@@ -23,10 +23,13 @@ from balancer.core.control_settings import (
     name_instances,
 )
 from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.handler_settings import HandlerSettings
+from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.tracing_settings import TracingSettings
 from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
+from balancer.own_code import load_handler, load_policy
 from indexer.core.addresses import without_loopback_names
 from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId
@@ -55,6 +58,27 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     probes: ProbeSettings = ProbeSettings()
     admin: AdminSettings = AdminSettings()
     tracing: TracingSettings = TracingSettings()
+    handlers: HandlerSettings = HandlerSettings()
+    registration: RegistrationSettings | None = None
+    """None: engines can't announce themselves."""
+
+    @classmethod
+    def entry_type(cls) -> type[InstanceSettings]:
+        """What describes one instance, in the file and at run time."""
+        return InstanceSettings
+
+    @classmethod
+    def reloadable(cls) -> tuple[str, ...]:
+        """Keys that a running process can take over."""
+        return RELOADABLE
+
+    def check_fleet(self) -> None:
+        """Raise ConfigError for instances that can't be in one fleet."""
+        _refuse_duplicates("url", (each.id for each in self.instances))
+        _refuse_loopback_twice(self.instances)
+        _refuse_duplicates("alias", (each.name for each in self.instances))
+        for number, instance in enumerate(self.instances):
+            check_connector(instance.connector, f"instances[{number}].connector")
 
     def engine_keys(self) -> dict[InstanceId, str]:
         """Key to use with each instance that needs one."""
@@ -75,7 +99,7 @@ RELOADABLE = ("instances", "engine_api_key", "engine_api_key_env", "routing", "p
 
 def reloaded(running: Config, wanted: Config) -> Config:
     """Return `running` with everything of `wanted` that can change without a restart."""
-    taken = {name: getattr(wanted, name) for name in RELOADABLE}
+    taken = {name: getattr(wanted, name) for name in running.reloadable()}
     # Books of predicted blocks have their size from the start.
     fixed = running.routing.max_predicted_blocks
     taken["routing"] = msgspec.structs.replace(wanted.routing, max_predicted_blocks=fixed)
@@ -96,22 +120,31 @@ def changed_keys(before: msgspec.Struct, now: msgspec.Struct) -> list[str]:
 
 def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     """Return `config` with secrets and aliases filled in, or raise ConfigError for what can't work."""
-    _refuse_duplicates("url", (each.id for each in config.instances))
-    _refuse_loopback_twice(config.instances)
     config = msgspec.structs.replace(config, instances=name_instances(config.instances))
-    _refuse_duplicates("alias", (each.name for each in config.instances))
-    known = list(connectors())
-    for number, instance in enumerate(config.instances):
-        name = instance.connector
-        if name is not None and name not in known:
-            where = f"instances[{number}].connector"
-            raise ConfigError(f"`{where}`: no connector `{name}`{nearest(name, known)}")
+    config.check_fleet()
+    if config.registration is not None:
+        check_connector(config.registration.connector, "registration.connector")
+    load_policy(config.routing.policy)
+    for name in ("completion", "chat_completion"):
+        load_handler(getattr(config.handlers, name), f"handlers.{name}")
     for model, directory in config.tokens.models.items():
         try:
             load_tokenizer(Path(directory), str)  # it costs a second, and finds what is broken
         except TokenizerLoadError as error:
             raise ConfigError(f"`tokens.models.{model}`: {error}") from error
     return _with_secrets(config, environ)
+
+
+def check_connector(name: str | None, where: str) -> None:
+    """Raise ConfigError if there is no connector `name`."""
+    known = list(connectors())
+    if name is not None and name not in known:
+        raise ConfigError(f"`{where}`: no connector `{name}`{nearest(name, known)}")
+
+
+def checked_key(key: Secret) -> Secret:
+    """A key as a header can carry it. Raises ConfigError."""
+    return _sendable(key.reveal(), "`api_key`: ")
 
 
 def _refuse_duplicates(key: str, values: Iterable[str]) -> None:

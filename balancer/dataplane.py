@@ -24,6 +24,7 @@ from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
 from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError, FleetError
 from balancer.core.fleet import Fleet
 from balancer.core.generate import read_generate
+from balancer.core.handlers import Reply, amended_headers
 from balancer.core.http_headers import (
     Headers,
     clean_request_id,
@@ -37,6 +38,7 @@ from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.rewrite import splice_usage, wants_usage
 from balancer.exchange import Exchange
 from balancer.forwarding import Forwarded, Forwarding
+from balancer.handling import Handling
 from balancer.leg_sender import EngineKey, LegSender, ReportHealth
 from balancer.legs import DecodeAnswer, Job, Legs
 from balancer.router import Router
@@ -72,6 +74,7 @@ class DataPlane:
         new_id: Callable[[], str],
         engine_key: EngineKey = lambda _: None,
         tracing: Tracing | None = None,
+        handling: Handling | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
         self._fleet = fleet
@@ -93,6 +96,7 @@ class DataPlane:
         self._legs = Legs(
             router=router, sender=sender, connectors=connectors, settings=settings, clock=clock
         )
+        self._handling = handling or Handling()
         self._forwarding = Forwarding(sender=sender, settings=settings, clock=clock)
 
     def proxies(self, path: str) -> bool:
@@ -173,6 +177,13 @@ class DataPlane:
         self, request: GenerateRequest, query: str, record: RequestRecord, passer: AnswerPasser
     ) -> None:
         fleet = self._fleet()
+        judged = await self._handling.judge(request, fleet)
+        if isinstance(judged, Reply):
+            await passer.pass_own(judged.status, _reply_headers(judged), judged.body)
+            return
+        request = judged
+        record.model, record.base_model = request.model, request.base_model
+        record.stream = request.stream
         prompt = await self._reader.read(fleet, request)
         record.prompt_tokens = prompt.prompt_tokens
         record.prompt_source = prompt.source
@@ -247,6 +258,13 @@ async def _while_client_stays(
         raise (gone or errors).exceptions[0] from None
     if failed is not None:
         raise failed
+
+
+def _reply_headers(reply: Reply) -> Headers:
+    """Of an answer that a handler gave."""
+    more = amended_headers((), {"content-type": reply.media_type, **reply.headers})
+    length = (b"content-length", str(len(reply.body)).encode())
+    return (*drop_header(more, b"content-length"), length)
 
 
 def _bug_facts(error: Exception, record: RequestRecord) -> dict[str, Any]:

@@ -37,15 +37,22 @@ class EngineClient:
         self, *, api_keys: Mapping[InstanceId, str], timeout_s: float, max_connections: int = 256
     ) -> None:
         self._api_keys = api_keys
+        self._timeout_s = timeout_s
+        self._max_connections = max_connections
+        self._outdated: list[httpx.AsyncClient] = []
+        """Calls may be under way on them."""
         self._sleepless: set[InstanceId] = set()
         """Engines that can't sleep, or don't say."""
+        self._http = self._open()
+
+    def _open(self) -> httpx.AsyncClient:
         # trust_env: a proxy variable meant for the internet must not catch calls to engines.
-        self._http = httpx.AsyncClient(
-            timeout=timeout_s,
+        return httpx.AsyncClient(
+            timeout=self._timeout_s,
             trust_env=False,
             limits=httpx.Limits(
-                max_connections=max_connections,
-                max_keepalive_connections=max_connections,
+                max_connections=self._max_connections,
+                max_keepalive_connections=self._max_connections,
                 keepalive_expiry=KEEP_ALIVE_S,
             ),
         )
@@ -57,7 +64,15 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        for each in (*self._outdated, self._http):
+            await each.aclose()
+
+    async def connect_anew(self) -> None:
+        """Names lead elsewhere now: no connection is used again. Calls under way go on."""
+        before, self._outdated = self._outdated, [self._http]
+        self._http = self._open()
+        for each in before:
+            await each.aclose()
 
     async def probe(self, instance: InstanceId) -> ProbeAnswer:
         """Ask for health, then for models. Never raises for what the instance does."""
@@ -132,6 +147,16 @@ class EngineClient:
         except msgspec.DecodeError as error:
             raise EngineCallError("bad_answer") from error
 
+    async def command(
+        self, instance: InstanceId, target: str, body: bytes, *, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """POST `body` to path and query `target`; status and body of whatever is answered.
+
+        Raises EngineCallError.
+        """
+        answer = await self._send("POST", instance, target, body, timeout_s=timeout_s)
+        return answer.status_code, answer.content
+
     async def _call(
         self,
         method: str,
@@ -139,13 +164,27 @@ class EngineClient:
         path: str,
         body: Mapping[str, Any] | None = None,
     ) -> httpx.Response:
-        headers = {"content-type": "application/json"} if body is not None else {}
+        content = b"" if body is None else msgspec.json.encode(body)
+        return await self._send(method, instance, path, content)
+
+    async def _send(
+        self,
+        method: str,
+        instance: InstanceId,
+        target: str,
+        content: bytes,
+        timeout_s: float | None = None,
+    ) -> httpx.Response:
+        headers = {"content-type": "application/json"} if content else {}
         if key := self._api_keys.get(instance):
             headers["authorization"] = f"Bearer {key}"
-        content = None if body is None else msgspec.json.encode(body)
         try:
             return await self._http.request(
-                method, f"{instance}{path}", headers=headers, content=content
+                method,
+                f"{instance}{target}",
+                headers=headers,
+                content=content,
+                timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineCallError("engine_unreachable") from error

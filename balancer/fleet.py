@@ -8,7 +8,7 @@ probe. Watching goes on.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from balancer.core.control_errors import EngineCallError
 from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.probe_state import ProbeAnswer, ProbeOutcome, ProbeState, ProbeThresholds
+from balancer.core.transfer_facts import Registration
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 
@@ -54,6 +55,8 @@ class _Watched:
     probes: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     started: bool = False
+    hold: str | None = None
+    registration: Registration | None = None
 
     def instance(self) -> Instance:
         configured = self.settings.instance()
@@ -65,6 +68,8 @@ class _Watched:
             healthy=self.state.healthy,
             draining=self.state.draining,
             unhealthy_reason=self.state.reason,
+            hold=self.hold,
+            facts=replace(configured.facts, registration=self.registration),
         )
 
 
@@ -132,11 +137,18 @@ class FleetKeeper:
         if lost:
             watched.wake.set()  # look at once: it may be back already
 
-    def set_instances(self, instances: Iterable[InstanceSettings]) -> None:
+    def set_instances(
+        self,
+        instances: Iterable[InstanceSettings],
+        *,
+        holds: Mapping[InstanceId, str] | None = None,
+        registrations: Mapping[InstanceId, Registration] | None = None,
+    ) -> None:
         """Replace the fleet's members. Those that stay keep what is known of them.
 
         Other settings don't make an instance another one, so it goes on getting requests; they
-        are looked at with the next probe, which begins at once.
+        are looked at with the next probe, which begins at once. `holds` says who gets no requests,
+        and why.
         """
         before, self._watched = self._watched, {}
         for settings in instances:
@@ -146,12 +158,27 @@ class FleetKeeper:
             elif watched.settings != settings:
                 watched.settings = settings
                 watched.wake.set()
+            watched.hold = (holds or {}).get(settings.id)
+            watched.registration = (registrations or {}).get(settings.id)
             self._watched[settings.id] = watched
         for instance, watched in before.items():
             if self._watched.get(instance) is not watched:
                 watched.wake.set()  # its task ends
         self._publish()
         self._members_changed.set()
+
+    def moved(self, instances: Iterable[InstanceId]) -> None:
+        """Another process answers for these now: learn their ranks anew, at once."""
+        for instance in instances:
+            if watched := self._watched.get(instance):
+                watched.knows_ranks = False
+                watched.wake.set()
+
+    def look_at(self, instances: Iterable[InstanceId]) -> None:
+        """Probe these at once."""
+        for instance in instances:
+            if watched := self._watched.get(instance):
+                watched.wake.set()
 
     async def _watch(self, watched: _Watched) -> None:
         """Probe one instance until it is removed."""

@@ -136,6 +136,14 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
+        self._own_failures = _Labelled(
+            Counter(
+                "kvlb_own_code_failures_total",
+                "Failures of the operator's own policy or handlers, by the exception's type.",
+                ("kind", "error"),
+                registry=registry,
+            )
+        )
         self._lookups = _Labelled(
             Counter(
                 "kvlb_index_lookups_total",
@@ -233,6 +241,10 @@ class BalancerMetrics:
         self._lookups.at(outcome).inc()
         if outcome != "skipped":
             self._lookup_seconds.observe(seconds)
+
+    def own_code_failed(self, kind: str, error: Exception) -> None:
+        """Count a failure of the operator's own code: `policy` or `handler`."""
+        self._own_failures.at(kind, type(error).__name__).inc()
 
     def forget_absent(self, fleet: Fleet) -> None:
         """Drop the series of instances that are not in `fleet` any more."""

@@ -4,14 +4,13 @@
 only (`balancer/core/local_clients.py`), and with the admin key from elsewhere. The other routes are for everybody.
 """
 
-import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi_offline import FastAPIOffline
@@ -24,21 +23,25 @@ from balancer.core.errors import (
     BadRequestError,
     BalancerError,
     BodyTooLargeError,
-    ForbiddenError,
     MethodNotAllowedError,
     ModelNotFoundError,
     PathNotFoundError,
-    UnauthorizedError,
 )
 from balancer.core.explain import render_plan
 from balancer.core.fleet import Fleet
-from balancer.core.fleet_view import RankFacts, merge_models, readiness, render_instance
+from balancer.core.fleet_view import (
+    RankFacts,
+    example_status,
+    merge_models,
+    readiness,
+    render_instance,
+)
 from balancer.core.generate import read_generate
 from balancer.core.load import LoadLedger
-from balancer.core.local_clients import is_local_client
 from balancer.core.openai_errors import render_error
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.rewrite import decode_body, encode_body
+from balancer.guards import guard
 from balancer.router import Router
 from balancer.tokens import PromptReader
 
@@ -67,6 +70,8 @@ class Surface:
     conflicts: Callable[[], Sequence[str]]
     """Sentences about instances that can't hand over to each other."""
     version: str
+    control: APIRouter
+    """What changes the fleet and its engines."""
 
 
 def create_routes(
@@ -88,6 +93,7 @@ def create_routes(
     _add_model_routes(api, surface)
     _add_process_routes(api, surface)
     _add_operator_routes(api, surface)
+    api.include_router(surface.control)
     return api
 
 
@@ -144,7 +150,10 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
 
     @api.get("/status", tags=["operator"], dependencies=guarded)
     async def status() -> Response:
-        """Instances with health, models, load and cache knowledge by rank; the settings in use."""
+        """Instances with health, models, load and cache knowledge by rank; the settings in use.
+
+        With the fields of vLLM's example proxies: how many prefill and decode instances, and where.
+        """
         fleet = surface.fleet()
         facts = surface.index_status()
         is_ready, reasons = readiness(fleet)
@@ -159,6 +168,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "instances": [
                     render_instance(each, surface.ledger, facts) for each in fleet.instances
                 ],
+                **example_status(fleet),
                 "config": surface.summary(),
             }
         )
@@ -216,33 +226,6 @@ def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRe
         valid = " or ".join(each.value for each in Endpoint)
         raise BadRequestError(f"`path` must be {valid}", param="path")
     return read_generate(Endpoint(path), raw_body, fleet, request_id="explain")
-
-
-def guard(admin: Callable[[], AdminSettings]) -> Callable[[Request], Awaitable[None]]:
-    """Let operators in: on this machine, or with the admin key."""
-
-    async def check(request: Request) -> None:
-        settings = admin()
-        secret = settings.api_key
-        key = secret.reveal().encode() if secret else None
-        given = request.headers.get("x-api-key")
-        if given is None and _is_local(request, settings):
-            return
-        if key is None:
-            raise ForbiddenError(
-                "open on this machine only, as localhost or 127.0.0.1; "
-                "set `admin.api_key` or `admin.local_hosts` to allow more"
-            )
-        if given is None or not secrets.compare_digest(given.encode(), key):
-            raise UnauthorizedError("`X-API-Key` is missing or wrong")
-
-    return check
-
-
-def _is_local(request: Request, admin: AdminSettings) -> bool:
-    address = request.client.host if request.client else None
-    hosts = request.headers.getlist("host")
-    return is_local_client(address, request.headers, hosts, admin.local_hosts)
 
 
 def _json(value: object, status: int = 200) -> Response:

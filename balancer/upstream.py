@@ -34,13 +34,15 @@ class _Origin:
 class _Pool:
     """Connections to one origin."""
 
-    __slots__ = ("idle", "is_sweeping", "origin", "used")
+    __slots__ = ("idle", "is_sweeping", "origin", "outdated", "used")
 
     def __init__(self, origin: _Origin) -> None:
         self.origin = origin
         self.idle: list[Connection] = []
         self.used: set[Connection] = set()
         self.is_sweeping = False
+        self.outdated: set[Connection] = set()
+        """In use, and not to be used again."""
 
 
 class Upstream:
@@ -85,6 +87,15 @@ class Upstream:
             except EngineClosedError:
                 pass  # the engine retired the connection just now: it saw no request
         return await self._exchange(pool, await self._connect(pool), method, head, body)
+
+    def connect_anew(self, base_url: str) -> None:
+        """Its name leads elsewhere now: what runs goes on, no connection is used again."""
+        pool = self._pools.get(base_url)
+        if pool is not None:
+            pool.outdated = set(pool.used)
+            for connection in pool.idle:
+                connection.close()
+            pool.idle.clear()
 
     async def close(self) -> None:
         """Break every connection."""
@@ -155,6 +166,10 @@ class Upstream:
     def _keep(self, pool: _Pool, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
         pool.used.discard(connection)
+        if connection in pool.outdated:
+            pool.outdated.discard(connection)
+            connection.close()
+            return
         connection.idle_since_s = loop.time()
         pool.idle.append(connection)
         if not pool.is_sweeping:

@@ -47,6 +47,10 @@ class FollowedRank:
         self.source = replace(self.source, alias=alias)
         self._writer.rename(alias)
 
+    async def drop_credit(self) -> None:
+        """Nothing that it held counts any more; what is stored from now on does."""
+        await self._subscriber.on_cache_dropped()
+
     async def run(self) -> None:
         """Follow it until cancelled; a bug costs it an epoch, nobody else anything."""
         may_resume = True

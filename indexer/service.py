@@ -110,6 +110,8 @@ class IndexerService:
         )
         self._instances: dict[InstanceId, _Instance] = {}
         self._ports: Ports | None = None
+        self._moved: set[InstanceId] = set()
+        """To be followed anew."""
         self._fleet_changed = asyncio.Event()
         self._fleet_changed.set()
 
@@ -135,6 +137,18 @@ class IndexerService:
         """Follow this fleet from now on: instances that left are forgotten, others go on."""
         self._wanted = {source.instance: source for source in sources}
         self._fleet_changed.set()
+
+    def follow_anew(self, instances: Iterable[InstanceId]) -> None:
+        """These are another process now, somewhere else: forget what is known, connect anew."""
+        self._moved.update(instances)
+        self._fleet_changed.set()
+
+    async def drop_credit(self, instances: Iterable[InstanceId]) -> None:
+        """Somebody has just had these engines drop their caches: don't wait for events to say so."""
+        for instance in instances:
+            entry = self._instances.get(instance)
+            for followed, _ in list(entry.ranks.values()) if entry else ():
+                await followed.drop_credit()
 
     async def measure(self) -> None:
         """Bring `index_size` up to date."""
@@ -216,7 +230,8 @@ class IndexerService:
     async def _change_fleet(self, running: _Running) -> None:
         for instance, entry in list(self._instances.items()):
             wanted = self._wanted.get(instance)
-            if wanted is not None and wanted.has_streams_of(entry.source):
+            stays = instance not in self._moved
+            if stays and wanted is not None and wanted.has_streams_of(entry.source):
                 entry.source = wanted  # asked with the new key from now on
                 _rename_ranks(entry)
             else:
@@ -224,6 +239,8 @@ class IndexerService:
                 for rank in list(entry.ranks):
                     await self._forget(entry, rank)
                 del self._instances[instance]
+                self._moved.discard(instance)
+        self._moved &= self._wanted.keys() & self._instances.keys()
         for instance, source in self._wanted.items():
             if instance not in self._instances:
                 entry = self._instances[instance] = _Instance(source=source)

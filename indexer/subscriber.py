@@ -102,6 +102,10 @@ class RankSubscriber:
         stream = self.stream
         await self._put(stream.on_connected if is_up else stream.on_disconnected)
 
+    async def on_cache_dropped(self) -> None:
+        """The engine was made to drop its blocks; its own word follows with its next batch."""
+        await self._put(lambda: [OpenEpoch("cache_dropped")])
+
     def on_rejected(self, reason: str) -> None:
         self._counts.rejected[reason] += 1
 

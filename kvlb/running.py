@@ -5,7 +5,7 @@ The only place that knows both the indexer's service and the balancer's applicat
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,24 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from balancer.app import App, create_app
 from balancer.core.fleet_view import RankFacts
-from balancer.routes import add_error_answers, guard
+from balancer.core.settings_errors import ConfigError
+from balancer.fleet_control import FleetLinks
+from balancer.guards import guard
+from balancer.members import Members
+from balancer.routes import add_error_answers
 from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.rank_status import RankStatus
-from indexer.service import IndexerService
+from indexer.core.types import InstanceId
+from indexer.service import IndexerService, unix_time_s
 from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
 from kvlb.index_backend import OpenIndex, open_index, open_reader
+from kvlb.names.resolver import Resolve
+from kvlb.names.resolver import resolve as resolve_name
+from kvlb.names.watch import NameWatch
 from kvlb.reload import Reloader
-from kvlb.settings import KvlbSettings, Overrides, load_fleet
+from kvlb.settings import KvlbSettings, Overrides, engine_sources, load_fleet
+from kvlb.shared_changes import open_changes
 from kvlb.status_server import serve_status
 from kvlb.trace_export import open_tracing
 
@@ -76,6 +85,7 @@ async def run_kvlb(
     stop: asyncio.Event,
     on_listening: Callable[[RunningKvlb], None],
     file: ConfigFile | None = None,
+    resolve: Resolve = resolve_name,
 ) -> None:
     """Index and balance until `stop` is set and running answers are finished."""
     registry = _new_registry()
@@ -83,22 +93,29 @@ async def run_kvlb(
         opened = await stack.enter_async_context(open_index(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
         indexer = await _new_indexer(settings, opened, registry, stack)
-        app = create_app(
+        changes = await stack.enter_async_context(open_changes(settings.redis))
+        app = _build_app(
             config=settings,
             index=opened.index,
             registry=registry,
             index_status=lambda: render_ranks(indexer),
             tracing=tracing,
+            links=FleetLinks(
+                store=changes,
+                on_members=lambda members: indexer.set_sources(engine_sources(members)),
+                on_cache_dropped=indexer.drop_credit,
+            ),
         )
 
-        def apply(changed: KvlbSettings) -> None:
-            app.reconfigure(changed)
-            indexer.set_sources(changed.engine_sources())
+        async def connect_anew(moved: Sequence[InstanceId]) -> None:
+            await app.control.connect_anew(moved)
+            indexer.follow_anew(moved)
 
+        names = NameWatch(app.control.members, resolve=resolve, on_moved=connect_anew)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(indexer.run())]
+            tasks = [group.create_task(indexer.run()), group.create_task(names.run())]
             if file is not None:
-                tasks.append(group.create_task(file.reloader(settings, apply).run()))
+                tasks.append(group.create_task(file.reloader(settings, app.reconfigure).run()))
             await _serve_balancer(
                 app,
                 settings,
@@ -115,6 +132,7 @@ async def run_balancer(
     stop: asyncio.Event,
     on_listening: Callable[[str], None],
     file: ConfigFile | None = None,
+    resolve: Resolve = resolve_name,
 ) -> None:
     """Balance on what an indexer writes to Redis, until `stop` is set and answers are finished.
 
@@ -125,15 +143,23 @@ async def run_balancer(
     async with AsyncExitStack() as stack:
         index = await stack.enter_async_context(open_reader(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
-        app = create_app(config=settings, index=index, registry=_new_registry(), tracing=tracing)
+        changes = await stack.enter_async_context(open_changes(settings.redis))
+        app = _build_app(
+            config=settings,
+            index=index,
+            registry=_new_registry(),
+            tracing=tracing,
+            links=FleetLinks(store=changes),
+        )
+        names = NameWatch(app.control.members, resolve=resolve, on_moved=app.control.connect_anew)
         async with asyncio.TaskGroup() as group:
-            reloading = None
+            tasks = [group.create_task(names.run())]
             if file is not None:
                 reloader = file.reloader(settings, app.reconfigure, NOT_OF_THE_BALANCER)
-                reloading = group.create_task(reloader.run())
+                tasks.append(group.create_task(reloader.run()))
             await _serve_balancer(app, settings, stop, on_listening)
-            if reloading is not None:
-                reloading.cancel()
+            for task in tasks:
+                task.cancel()
 
 
 async def run_indexer(
@@ -142,6 +168,7 @@ async def run_indexer(
     stop: asyncio.Event,
     on_listening: Callable[[str], None],
     file: ConfigFile | None = None,
+    resolve: Resolve = resolve_name,
 ) -> None:
     """Follow the engines and write Redis until `stop` is set.
 
@@ -154,18 +181,25 @@ async def run_indexer(
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_index(settings.redis))
         indexer = await _new_indexer(settings, opened, registry, stack)
+        changes = await stack.enter_async_context(open_changes(settings.redis))
         admin = settings.admin
+        members = Members(settings, store=changes, wall_clock=unix_time_s)
+        members.on_change = lambda now: indexer.set_sources(now.config.engine_sources())
 
         def apply(changed: KvlbSettings) -> None:
             nonlocal admin
             admin = changed.admin
-            indexer.set_sources(changed.engine_sources())
+            members.set_config(changed)
 
+        async def follow_anew(moved: Sequence[InstanceId]) -> None:
+            indexer.follow_anew(moved)
+
+        names = NameWatch(members, resolve=resolve, on_moved=follow_anew)
         api = indexer_status_app(indexer, registry, guard(lambda: admin))
         add_error_answers(api)
         host = settings.indexer.status_host or settings.host
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(indexer.run())]
+            tasks = [group.create_task(each.run()) for each in (indexer, members, names)]
             if file is not None:
                 reloader = file.reloader(settings, apply, NOT_OF_THE_INDEXER)
                 tasks.append(group.create_task(reloader.run()))
@@ -182,6 +216,14 @@ async def run_indexer(
                 raise SettingsError(f"{error}; {hint}") from error
             for task in tasks:
                 task.cancel()
+
+
+def _build_app(**parts: Any) -> App:
+    """`create_app`, with its refusal as the operator's."""
+    try:
+        return create_app(**parts)
+    except ConfigError as error:
+        raise SettingsError(str(error)) from error
 
 
 @asynccontextmanager
@@ -239,7 +281,7 @@ async def _new_indexer(
 async def _serve_balancer(
     app: App, settings: KvlbSettings, stop: asyncio.Event, on_listening: Callable[[str], None]
 ) -> None:
-    if not any(each.role.answers_clients for each in settings.instances):
+    if settings.instances and not any(each.role.answers_clients for each in settings.instances):
         _logger.warning("no_instance_answers_clients", hint="add one of role decode or mixed")
     try:
         await serve(

@@ -9,8 +9,8 @@ Rules:
    of the indexer under `indexer`; one entry of `instances` describes an engine to both.
 4. Secrets may stand in the file, better in the environment; they never show in `repr`.
 
-Environment: KVLB_HOST, KVLB_PORT, KVLB_REDIS_URL, KVLB_REDIS_PASSWORD, KVLB_ADMIN_API_KEY,
-KVLB_ENGINE_API_KEY.
+Environment: KVLB_HOST, KVLB_PORT, KVLB_REDIS_URL, KVLB_REDIS_PASSWORD, KVLB_ADMIN_API_KEY (or
+ADMIN_API_KEY), KVLB_ENGINE_API_KEY.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,20 +18,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from balancer.config import BalancerConfig, check_config
+from balancer.config import BalancerConfig, check_config, check_connector
 from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
-from indexer.core.endpoints import EndpointError, bindable, check_endpoints, offset_port
+from indexer.core.endpoints import (
+    EndpointError,
+    bindable,
+    check_endpoints,
+    dialable,
+    offset_port,
+)
+from indexer.core.limits import NonNegativeFloat
 from indexer.redis_index.settings import RedisSettings
 from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.instance_option import parse_instance
+from kvlb.names.settings import DiscoverySettings, check_discovery
 from kvlb.yaml_file import read_yaml
 
 NO_ENGINES = (
     "no engine to balance over; name one with --instance http://host:port or list them under "
     "`instances:` in a file, given with --config kvlb.yaml"
 )
+EXAMPLE_ADMIN_KEY = "ADMIN_API_KEY"
+"""As vLLM's example proxies call it: used where nothing else names a key."""
 REDIS_PASSWORD = "KVLB_REDIS_PASSWORD"  # noqa: S105 - the variable's name
 
 
@@ -70,6 +80,26 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     indexer: IndexerConfig = IndexerConfig()
     redis: RedisSettings | None = None
     """None: the index lives in the memory of `kvlb up`."""
+    discovery: tuple[DiscoverySettings, ...] = ()
+    resolve_interval_s: NonNegativeFloat = 5.0
+    """How often host names of engines, and the names under `discovery`, are looked up; 0: never. An
+    engine whose name stands for another address is connected to anew, and what was known of its cache is
+    dropped."""
+
+    @classmethod
+    def reloadable(cls) -> tuple[str, ...]:
+        return (*super().reloadable(), "discovery", "resolve_interval_s")
+
+    @classmethod
+    def entry_type(cls) -> type[InstanceEntry]:
+        return InstanceEntry
+
+    def check_fleet(self) -> None:
+        super().check_fleet()
+        _check_streams(self)
+        check_discovery(self.discovery)
+        for number, each in enumerate(self.discovery):
+            check_connector(each.connector, f"discovery[{number}].connector")
 
     def engine_sources(self) -> tuple[InstanceSource, ...]:
         """The instances as the indexer wants them."""
@@ -89,6 +119,11 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
             )
             for each in self.instances
         )
+
+
+def engine_sources(config: BalancerConfig) -> tuple[InstanceSource, ...]:
+    """The instances of these settings as the indexer wants them, if they say where events are."""
+    return config.engine_sources() if isinstance(config, KvlbSettings) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +150,6 @@ def load_settings(
     try:
         decoded = decode_settings(values, KvlbSettings, where="")
         checked = check_config(decoded, environ)
-        _check_streams(checked)
         _check_redis(checked.redis, environ)
     except ConfigError as error:
         raise SettingsError(f"{source}{error}") from error
@@ -125,9 +159,13 @@ def load_settings(
 def load_fleet(
     config: Path | None, overrides: Overrides, environ: Mapping[str, str]
 ) -> KvlbSettings:
-    """Likewise, and refuse a fleet without instances: a file cut short must not empty a fleet."""
+    """Likewise, and refuse a fleet without instances: a file cut short must not empty a fleet.
+
+    Unless it says how instances come by themselves.
+    """
     settings = load_settings(config, overrides, environ)
-    if not settings.instances:
+    comes_by_itself = settings.registration is not None or settings.discovery
+    if not settings.instances and not comes_by_itself:
         raise NoEnginesError(f"{config}: {NO_ENGINES}" if config else NO_ENGINES)
     return settings
 
@@ -161,7 +199,7 @@ def _streams(
         except EndpointError as error:
             raise ConfigError(f"`{where}.events`: {error}") from error
         is_ours = direction == "bind"
-        yield (bindable(endpoint), topic) if is_ours else (endpoint, None)
+        yield (bindable(endpoint), topic) if is_ours else (dialable(endpoint, entry.id), None)
 
 
 def _check_redis(redis: RedisSettings | None, environ: Mapping[str, str]) -> None:
@@ -187,6 +225,12 @@ def _apply_environment(values: dict[str, Any], environ: Mapping[str, str]) -> No
         admin = _section(values, "admin")
         admin.pop("api_key", None)
         admin["api_key_env"] = "KVLB_ADMIN_API_KEY"
+    elif environ.get(EXAMPLE_ADMIN_KEY) and not _has_admin_key(values):
+        _section(values, "admin")["api_key_env"] = EXAMPLE_ADMIN_KEY
+
+
+def _has_admin_key(values: dict[str, Any]) -> bool:
+    return any(_section(values, "admin").get(name) for name in ("api_key", "api_key_env"))
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Overrides) -> None:

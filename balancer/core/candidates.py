@@ -136,6 +136,7 @@ def find_pool(fleet: Fleet, model: str) -> Pool:
             and each.connector != NO_CONNECTOR
             and each.enabled
             and not each.draining
+            and each.hold is None
             and (each.models is None or each.models.serves(model))
         ),
     )

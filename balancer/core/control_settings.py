@@ -145,18 +145,21 @@ class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may look.
+    """Who may look, and who may change something.
 
-    `/status`, `/explain` and `/explain/recent` tell addresses and what others asked. They are open to
-    clients on this machine; to others only with the header `X-API-Key`. A client behind a proxy on
-    this machine (`X-Forwarded-For`) counts as another machine's; so does one that asked for another
-    name than `localhost` or a loopback address: it may be a web page whose name was made to mean
-    127.0.0.1 (DNS rebinding).
+    `/status`, `/explain`, `/explain/recent` and `GET /instances` tell addresses and what others
+    asked. They are open to clients on this machine; to others only with the header `X-API-Key`. A
+    client behind a proxy on this machine (`X-Forwarded-For`) counts as another machine's; so does
+    one that asked for another name than `localhost` or a loopback address: it may be a web page
+    whose name was made to mean 127.0.0.1 (DNS rebinding). What changes the fleet or its engines
+    (docs/fleet.md) needs the key from everywhere.
     """
 
     api_key: Secret | None = None
-    """Without one nobody else may look."""
+    """Without one nobody else may look, and nobody may change anything."""
     api_key_env: str | None = None
     """Environment variable that holds it."""
     local_hosts: tuple[HostName, ...] = ()
     """Further names of this machine, under which its own clients may look without the key."""
+    command_timeout_s: PositiveFloat = 120.0
+    """For one engine to carry out what it is told: sleeping or loading an adapter takes a while."""

@@ -3,7 +3,8 @@
 Rules:
 
 1. `/v1/...`, `/v2/...`, `/inference/...` and `/cohere/...` are engines' paths, known or not,
-   except the model list, which is merged and answered by the administration.
+   except the model list, which is merged and answered by the administration, and commands that
+   it passes on to several engines (`core.fan_out`).
 2. Outside them only the names listed here are engines' paths. Facts about one engine (`/health`,
    `/metrics`, `/version`, `/load`) mean nothing behind a balancer and are not forwarded.
 3. What administers one engine is refused: forwarded to some instance it would do harm.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from balancer.core.errors import BalancerError, MethodNotAllowedError, PathNotFoundError
+from balancer.core.fan_out import COMMANDS
 from balancer.core.request import Endpoint
 
 
@@ -92,20 +94,11 @@ _REFUSED = frozenset(
         "/pause",
         "/ping",
         "/release_kv_cache_memory",
-        "/reset_encoder_cache",
-        "/reset_mm_cache",
-        "/reset_prefix_cache",
         "/resume",
         "/scale_elastic_ep",
         "/server_info",
-        "/sleep",
-        "/start_profile",
-        "/stop_profile",
-        "/v1/load_lora_adapter",
         "/v1/realtime",
-        "/v1/unload_lora_adapter",
         "/version",
-        "/wake_up",
     }
 )
 
@@ -114,7 +107,7 @@ _ENGINE_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
 
 def belongs_to_engines(path: str) -> bool:
     """Tell whether the data plane answers `path`, be it with a refusal."""
-    if path == "/v1/models" or path.startswith("/v1/models/"):
+    if path == "/v1/models" or path.startswith("/v1/models/") or path in COMMANDS:
         return False
     return path.startswith(_ENGINE_PREFIXES) or path in _PATHS or path in _REFUSED
 

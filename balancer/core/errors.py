@@ -3,10 +3,12 @@
 BalancerError
 ├── RequestError          the client's fault; never retried, always 4xx
 │   ├── BadRequestError 400   UnauthorizedError 401   ForbiddenError 403   ModelNotFoundError 404
-│   └── PathNotFoundError 404   MethodNotAllowedError 405   BodyTooLargeError 413
+│   ├── PathNotFoundError 404   MethodNotAllowedError 405   BodyTooLargeError 413
+│   └── MemberNotFoundError 404   MemberConflictError 409   MemberRefusedError 422   (/instances)
 ├── FleetError            nobody can serve it now
 │   ├── NoInstanceError 503       no enabled, healthy instance of the model and role
-│   └── OverloadedError 503       all of them are full; carries Retry-After
+│   ├── OverloadedError 503       all of them are full; carries Retry-After
+│   └── ChangesLostError 503      a change of the fleet can't be kept now
 ├── EngineError           an engine failed us
 │   ├── EngineUnreachableError 502   before the engine could see the request: retry is safe
 │   ├── EngineClosedError 502        closed before the first byte of its answer: retry is safe
@@ -99,6 +101,33 @@ class BodyTooLargeError(RequestError):
     code = "body_too_large"
 
 
+class MemberNotFoundError(RequestError):
+    """No such instance in the fleet."""
+
+    status = 404
+    type = "NotFoundError"
+    code = "instance_not_found"
+
+
+class MemberConflictError(RequestError):
+    """The fleet has such an instance already, or is full."""
+
+    status = 409
+    type = "ConflictError"
+    code = "instance_conflict"
+
+
+class MemberRefusedError(RequestError):
+    """The instance was asked, and can't be taken in. `code` says why."""
+
+    status = 422
+    type = "UnprocessableEntityError"
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class FleetError(BalancerError):
     """Nobody can serve the request at this moment."""
 
@@ -120,6 +149,12 @@ class OverloadedError(FleetError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ChangesLostError(FleetError):
+    """What keeps run-time changes of the fleet doesn't answer: nothing was changed."""
+
+    code = "changes_unavailable"
 
 
 class EngineError(BalancerError):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from balancer.core.transfer_facts import NO_FACTS, TransferFacts
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId
 
@@ -49,15 +50,20 @@ class Instance:
     """Global number of the first rank: `X-data-parallel-rank` wants `rank - rank_base`."""
     connector: str = NO_CONNECTOR
     """Name of the PD connector, a key of the connectors given to the router."""
+    facts: TransferFacts = NO_FACTS
+    """What was learned of its side of transfers in its present life."""
     healthy: bool = False
     enabled: bool = True
     draining: bool = False
     unhealthy_reason: str | None = None
+    hold: str | None = None
+    """Why it is kept from new requests whatever its health: drained, asleep, silent, leaving."""
 
     @property
     def is_available(self) -> bool:
         """May get new requests."""
-        return self.healthy and self.enabled and not self.draining and self.models is not None
+        is_wanted = self.enabled and not self.draining and self.hold is None
+        return self.healthy and is_wanted and self.models is not None
 
     def rank_ids(self) -> Iterator[RankId]:
         return (RankId(self.id, rank) for rank in self.ranks)

@@ -48,9 +48,27 @@ def unavailable_reason(instance: Instance) -> str | None:
         return None
     if not instance.enabled:
         return "disabled"
+    if instance.hold is not None:
+        return instance.hold
     if instance.draining:
         return "draining"
     return instance.unhealthy_reason or "models_unknown"
+
+
+def example_status(fleet: Fleet) -> Mapping[str, Any]:
+    """The fields of vLLM's example proxies. A mixed instance answers as a decode instance does."""
+    prefill = [each.id for each in fleet.instances if not each.role.answers_clients]
+    decode = [each.id for each in fleet.instances if each.role.answers_clients]
+    return {
+        "prefill_node_count": len(prefill),
+        "decode_node_count": len(decode),
+        "prefill_nodes": [_host_and_port(each) for each in prefill],
+        "decode_nodes": [_host_and_port(each) for each in decode],
+    }
+
+
+def _host_and_port(instance: str) -> str:
+    return instance.partition("://")[2]
 
 
 def render_instance(instance: Instance, ledger: LoadLedger, facts: RankFacts) -> Mapping[str, Any]:
@@ -64,7 +82,7 @@ def render_instance(instance: Instance, ledger: LoadLedger, facts: RankFacts) ->
         "available": instance.is_available,
         "healthy": instance.healthy,
         "enabled": instance.enabled,
-        "draining": instance.draining,
+        "draining": instance.draining or instance.hold is not None,
         "reason": unavailable_reason(instance),
         "models": None
         if models is None

@@ -2,10 +2,12 @@
 
 Rules:
 
-1. Pure over (candidate, load); `RoundRobin` alone remembers whom it chose last.
+1. Pure over (candidate, load), and over whom it chose before, which decides between equals only.
 2. Every choice carries the estimated cost in seconds, whatever the policy went by: plans of
    different policies can be compared.
-3. Exact ties fall by a random draw per rank, so permuting candidates changes nothing.
+3. Of exact ties the one chosen longest ago goes first. Those that were never chosen come in flat
+   interleaved order: every instance's first rank, then every instance's second, and so on; which
+   instance begins falls by a random draw. So permuting candidates changes nothing.
 4. No policy excludes a candidate: the least preferred one still serves if the others fail.
 
 Cost: one estimate and one sort key per candidate.
@@ -18,16 +20,18 @@ from typing import Protocol, assert_never
 from xxhash import xxh3_64_intdigest
 
 from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
-from balancer.core.plan import Choice
+from balancer.core.plan import Candidate, Choice
 from balancer.core.routing_settings import PolicyName
 from indexer.core.types import RankId
 
+MAX_TURNS = 65_536
+"""Ranks remembered; fleets whose instances come and go meet more over time."""
 LOAD_BOUND = 1.25
 """A session leaves its rank when that has more than this times the mean of requests."""
 
 
 class Policy(Protocol):
-    """Orders candidates. `named_policy` knows the five that exist."""
+    """Orders candidates. `named_policy` knows the five that exist; docs/extending.md shows another."""
 
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
@@ -43,14 +47,40 @@ class Policy(Protocol):
 SortKey = Callable[[LoadedCandidate, Choice], tuple[float, ...]]
 
 
+class Turns:
+    """Whose turn it is between equals."""
+
+    def __init__(self) -> None:
+        self._turns: dict[RankId, int] = {}
+        self._turn = 0
+
+    def chosen(self, rank: RankId) -> None:
+        """It goes last from now on."""
+        self._turn += 1
+        self._turns.pop(rank, None)
+        self._turns[rank] = self._turn
+        if len(self._turns) > MAX_TURNS:
+            del self._turns[next(iter(self._turns))]
+
+    def place(self, candidate: Candidate) -> tuple[int, int]:
+        """Smaller goes first: the last turn, then the number of the rank in its instance."""
+        rank = candidate.rank
+        return self._turns.get(rank, 0), rank.rank - candidate.instance.rank_base
+
+
 def _ordered(
-    shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak, key: SortKey
+    shape: RequestShape,
+    candidates: Sequence[LoadedCandidate],
+    draw: TieBreak,
+    turns: Turns,
+    key: SortKey,
 ) -> list[Choice]:
     choices = estimate_all(shape, candidates)
     keys = [key(each, choice) for each, choice in zip(candidates, choices, strict=True)]
     if len(set(keys)) < len(keys):
         keys = [
-            (*each, draw(choice.candidate.rank)) for each, choice in zip(keys, choices, strict=True)
+            (*each, *turns.place(choice.candidate), draw(choice.candidate.rank))
+            for each, choice in zip(keys, choices, strict=True)
         ]
     return [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
 
@@ -58,59 +88,67 @@ def _ordered(
 class LeastCost:
     """`kvlb`: the least estimated time."""
 
+    def __init__(self) -> None:
+        self._turns = Turns()
+
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
-        return _ordered(shape, candidates, draw, lambda _, choice: (choice.cost_s,))
+        return _ordered(shape, candidates, draw, self._turns, lambda _, choice: (choice.cost_s,))
 
     def chosen(self, rank: RankId) -> None:
-        """Costs remember nothing of their own."""
+        self._turns.chosen(rank)
 
 
 class RoundRobin:
     """Whoever was chosen longest ago; stable when ranks come and go."""
 
     def __init__(self) -> None:
-        self._turns: dict[RankId, int] = {}
-        self._turn = 0
+        self._turns = Turns()
 
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
-        turns = self._turns
-        return _ordered(
-            shape, candidates, draw, lambda each, _: (turns.get(each.candidate.rank, 0),)
-        )
+        return _ordered(shape, candidates, draw, self._turns, lambda *_: ())
 
     def chosen(self, rank: RankId) -> None:
-        self._turn += 1
-        self._turns[rank] = self._turn
+        self._turns.chosen(rank)
 
 
 class LeastLoaded:
     """Fewest requests in flight, then fewest queued tokens."""
 
+    def __init__(self) -> None:
+        self._turns = Turns()
+
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
-        return _ordered(shape, candidates, draw, lambda each, _: _load_key(each))
+        return _ordered(shape, candidates, draw, self._turns, lambda each, _: _load_key(each))
 
     def chosen(self, rank: RankId) -> None:
-        """Load tells all."""
+        self._turns.chosen(rank)
 
 
 class PrefixOverlap:
     """The longest overlap, then the least load."""
 
+    def __init__(self) -> None:
+        self._turns = Turns()
+
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
         return _ordered(
-            shape, candidates, draw, lambda each, _: (-_held_tokens(each), *_load_key(each))
+            shape,
+            candidates,
+            draw,
+            self._turns,
+            lambda each, _: (-_held_tokens(each), *_load_key(each)),
         )
 
     def chosen(self, rank: RankId) -> None:
-        """The cache tells all."""
+        self._turns.chosen(rank)
 
 
 class SessionAffinity:
@@ -118,6 +156,9 @@ class SessionAffinity:
 
     A request without a session goes by load.
     """
+
+    def __init__(self) -> None:
+        self._turns = Turns()
 
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
@@ -132,10 +173,10 @@ class SessionAffinity:
             is_full = each.load.requests >= bound
             return (is_full, -_affinity(session, each.candidate.rank))
 
-        return _ordered(shape, candidates, draw, key)
+        return _ordered(shape, candidates, draw, self._turns, key)
 
     def chosen(self, rank: RankId) -> None:
-        """The hash tells all."""
+        self._turns.chosen(rank)
 
 
 def named_policy(name: PolicyName) -> Policy:

@@ -17,9 +17,10 @@ PolicyName = Literal["kvlb", "round_robin", "least_loaded", "prefix_overlap", "s
 class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who gets a request."""
 
-    policy: PolicyName = "kvlb"
-    """`kvlb` takes the least estimated time; the others are there to compare with
-    (docs/routing.md)."""
+    policy: str = "kvlb"
+    """`kvlb` takes the least estimated time; `round_robin`, `least_loaded`, `prefix_overlap` and
+    `session` are there to compare with (docs/routing.md). One's own by its import path:
+    `package.module:Class` (docs/extending.md)."""
     lookup_timeout_s: PositiveFloat = 0.02
     """Longest wait for the index; then the request is routed by load."""
     confirm_s: PositiveFloat = 2.0

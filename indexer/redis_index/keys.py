@@ -1,7 +1,8 @@
 """Every key in Redis. Nothing else spells one.
 
 All keys of a model share a hash tag, so that a script may touch them together in a cluster. Models
-and ranks appear as digests: no name, address or salt is part of a key.
+and ranks appear as digests: no name, address or salt is part of a key. What is of no model has a key
+without a tag.
 """
 
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
@@ -69,6 +70,11 @@ class RankKeys:
 def model_keys(prefix: str, model: str) -> ModelKeys:
     """Keys of `model` under the deployment's own prefix."""
     return ModelKeys(f"{prefix}:{SCHEMA}:{{{xxh3_128_hexdigest(model.encode())[:16]}}}")
+
+
+def fleet_key(prefix: str) -> str:
+    """Hash: what was changed of the fleet while it ran, by kind and address. Of all models."""
+    return f"{prefix}:{SCHEMA}:fleet"
 
 
 def rank_digest(rank: RankId) -> str:

@@ -35,7 +35,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A mapping of the file, or one entry of the list `instances`, or the top of the file."""
+    """A mapping of the file, or one entry of a list of them, or the top of the file."""
 
     name: str
     """Empty for the top of the file."""
@@ -57,7 +57,18 @@ def sections() -> tuple[Section, ...]:
             for field in _fields(KvlbSettings)
             if isinstance(type_ := _type(field), inspect.StructType)
         ),
+        *(
+            _section(field.name, item, prefix=f"{field.name}[].")
+            for field in _fields(KvlbSettings)
+            if (item := _item(_type(field))) is not None and field.name != "instances"
+        ),
     )
+
+
+def _item(type_: inspect.Type) -> inspect.StructType | None:
+    """Of a list of mappings, the mapping."""
+    item = type_.item_type if isinstance(type_, inspect.VarTupleType) else None
+    return item if isinstance(item, inspect.StructType) else None
 
 
 def _section(name: str, type_: inspect.Type, *, prefix: str) -> Section:
@@ -70,7 +81,7 @@ def _keys(struct: type[msgspec.Struct], prefix: str) -> Iterator[Key]:
     words = field_docstrings(struct)
     for field in _fields(struct):
         type_ = _type(field)
-        if isinstance(type_, inspect.StructType) or field.name == "instances":
+        if isinstance(type_, inspect.StructType) or _item(type_) is not None:
             continue  # a section of its own
         meaning, absence = words.get(field.name, ""), ""
         if field.default is None:

@@ -5,10 +5,10 @@ import textwrap
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from balancer.config import RELOADABLE
 from balancer.core.settings_errors import nearest
 from kvlb.errors import SettingsError
 from kvlb.reference.keys import sections
+from kvlb.settings import KvlbSettings
 
 WIDTH = 130
 DOCUMENT = re.compile(r"\bdocs/([a-z-]+\.md)")
@@ -18,7 +18,9 @@ def render_page() -> str:
     """All of it."""
     instances, top, *others = sections()
     page = _environment().get_template("configuration.md.j2")
-    return page.render(instances=instances, top=top, sections=others, reloadable=RELOADABLE)
+    return page.render(
+        instances=instances, top=top, sections=others, reloadable=KvlbSettings.reloadable()
+    )
 
 
 def render_section(name: str) -> str:

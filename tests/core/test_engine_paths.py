@@ -56,9 +56,9 @@ def test_wrong_method_is_told_with_the_right_one(method: str, path: str, allow: 
         "/v1/completions/",
         "/v1/responses/a b",
         "/v1/responses/a/b",
-        "/v1/load_lora_adapter",
-        "/reset_prefix_cache",
-        "/sleep",
+        "/pause",
+        "/collective_rpc",
+        "/inference/v1/abort_requests",
     ],
 )
 def test_unknown_and_administrative_paths_are_404(path: str) -> None:

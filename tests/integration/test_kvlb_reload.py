@@ -109,6 +109,24 @@ async def test_file_written_in_place_is_taken_over_once_it_is_whole(watch: Watch
     assert len(watched.applied[-1].instances) == 2
 
 
+async def test_mounted_config_map_is_taken_over(watch: Watch, tmp_path: Path) -> None:
+    """Kubernetes swaps a link to a folder; YAML or JSON, the file's own link stays the same."""
+    folder = tmp_path / "mount"
+    for version, text in (("v1", ONE), ("v2", '{"instances": [{"url": "http://c:1"}]}')):
+        (folder / version).mkdir(parents=True)
+        (folder / version / "kvlb.yaml").write_text(text)
+    (folder / "..data").symlink_to("v1")
+    async with watch(ONE) as watched:
+        watched.path.unlink()
+        watched.path.symlink_to(folder / "..data" / "kvlb.yaml")
+        await watched.logged("reloaded")
+        (folder / "..data_tmp").symlink_to("v2")
+        (folder / "..data_tmp").replace(folder / "..data")
+        await watched.logged("reloaded", times=2)
+
+    assert [each.url for each in watched.applied[-1].instances] == ["http://c:1"]
+
+
 async def test_hangup_reads_the_file_again(watch: Watch) -> None:
     """Also one that looks the same: what it names may be another."""
     async with watch(ONE) as watched:

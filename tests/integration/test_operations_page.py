@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from balancer.config import RELOADABLE
+from kvlb.settings import KvlbSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
@@ -35,7 +35,7 @@ def test_reloadable_keys_are_those_of_the_configuration_page() -> None:
     assert row
     named = set(re.findall(r"`(\w+)`", row[1]))
 
-    assert named == set(RELOADABLE)
+    assert named == set(KvlbSettings.reloadable())
 
 
 def test_metrics_that_are_named_exist() -> None:

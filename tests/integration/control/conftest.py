@@ -99,6 +99,8 @@ class StubEngine:
     streams_forever: bool = False
     """Completions are a stream of one event that doesn't end."""
     received: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    """Of every call: path and query."""
     url: str = ""
     server: Any = None
     _called: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -112,6 +114,7 @@ class StubEngine:
             more = message.get("more_body", False)
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         path = scope["path"]
+        self.targets.append(f"{path}?{scope['query_string'].decode()}")
         self.received.append((path, json.loads(body) if body else {}, headers))
         async with self._called:
             self._called.notify_all()

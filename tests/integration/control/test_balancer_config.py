@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from balancer.config import BalancerConfig, check_config
+from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.settings_errors import ConfigError, decode_settings
 from kvlb.settings import KvlbSettings
 
@@ -156,7 +157,9 @@ def keys_of(struct: Any, where: str) -> set[str]:
     found = set()
     for name in struct.__struct_fields__:
         value = struct.__struct_defaults__[struct.__struct_fields__.index(name)]
-        if hasattr(type(value), "__struct_fields__"):
+        if name == "registration":  # not there unless asked for
+            found |= keys_of(RegistrationSettings, f"{where}{name}.")
+        elif hasattr(type(value), "__struct_fields__"):
             found |= keys_of(type(value), f"{where}{name}.")
         else:
             found.add(f"{where}{name}")

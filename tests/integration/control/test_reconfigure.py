@@ -109,7 +109,7 @@ async def test_disabled_instance_finishes_what_runs(engine: Any, balancer_factor
 async def test_removed_instance_finishes_what_runs(
     engine: Any, engine_factory: Any, balancer_factory: Any
 ) -> None:
-    """Its answers are delivered although nobody knows it any more."""
+    """Its answers are delivered; it is out of the fleet once they are."""
     engine.hold = asyncio.Event()
     async with (
         engine_factory() as other,
@@ -120,10 +120,13 @@ async def test_removed_instance_finishes_what_runs(
             running = group.create_task(balancer.http.post("/v1/completions", json=IDS))
             await engine.wait_for_calls("/v1/completions", 1)
             balancer.app.reconfigure(configure(instances=[{"url": other.url}]))
-            await all_available(balancer.app, 1)
+            stay, leaving = balancer.app.keeper.snapshot().instances
             engine.hold.set()
+        await all_available(balancer.app, 1)
 
     assert running.result().status_code == 200
+    assert (stay.id, stay.hold) == (other.id, None)
+    assert (leaving.id, leaving.hold) == (engine.id, "leaving")
 
 
 async def test_routing_and_pd_are_used_from_the_next_request_on(

@@ -263,7 +263,7 @@ async def test_adapter_is_routed_under_its_own_name(
         pytest.param("GET", CHAT, 405, id="get"),
         pytest.param("DELETE", "/v1/embeddings", 405, id="delete"),
         pytest.param("POST", "/v1/nonsense", 404, id="unknown"),
-        pytest.param("POST", "/reset_prefix_cache", 404, id="dev"),
+        pytest.param("POST", "/release_kv_cache_memory", 404, id="dev"),
     ],
 )
 async def test_wrong_method_or_path(

@@ -614,3 +614,30 @@ def test_everything_works_on_uvloop(engine: EngineFactory, balancer: Any, instan
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(proxied()) == b"".join(events)
+
+
+async def test_connection_to_a_name_that_moved_is_not_used_again(engine: EngineFactory) -> None:
+    """An idle one is closed, one in use finishes first."""
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def script(received: Any, wire: Any) -> None:
+        if received.target == "/slow":
+            arrived.set()
+            await go_on.wait()
+        await wire.json({"connection": received.connection})
+
+    async with engine(script) as fake, opened() as upstream:
+        await (await get(upstream, fake)).read(1000)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(upstream.send(fake.url, "GET", "/slow", (), b""))
+            await arrived.wait()
+            await (await get(upstream, fake)).read(1000)
+            upstream.connect_anew(fake.url)
+            upstream.connect_anew("http://never-asked:1")
+            go_on.set()
+        await running.result().read(1000)
+        await (await get(upstream, fake)).read(1000)
+
+        used = [received.connection for received in fake.received]
+    assert used[0] == used[1]
+    assert len({used[1], used[2], used[3]}) == 3

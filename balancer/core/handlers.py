@@ -1,0 +1,130 @@
+"""What a handler of the operator's own sees of a request, and what it may answer.
+
+A handler is an `async` function of one `SeenRequest`, or a class whose instances are called like one.
+It is asked once per request, before tokens are looked up and anybody is chosen, and returns
+
+- None: go on as if it weren't there;
+- `Refuse`: answer with an error in OpenAI's form;
+- `Amend`: go on with another body or more headers;
+- `Reply`: this is the answer, no engine is asked.
+
+docs/extending.md shows one of each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from balancer.core.errors import BalancerError
+from balancer.core.request import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenRequest:
+    """A chat or completions request. Nothing of it may be changed in place."""
+
+    request_id: str
+    path: str
+    """`/v1/chat/completions` or `/v1/completions`."""
+    model: str
+    """As the client named it."""
+    base_model: str
+    adapter: str | None
+    """Name of the LoRA adapter, if `model` is one."""
+    stream: bool
+    body: Mapping[str, Any]
+    """The JSON object, without what clients must not set."""
+    headers: Mapping[str, str]
+    """The client's headers, names in lower case; of several with one name the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Answer with an error."""
+
+    status: int
+    """400 to 599."""
+    message: str
+    code: str | None = None
+    """A constant: it is a label of `kvlb_requests_total`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amend:
+    """Go on, with these changes."""
+
+    body: Mapping[str, Any] | None = None
+    """In place of the client's; read and checked as if it were."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Added to what the engines get; replaces those of the same name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The answer, in place of an engine's."""
+
+    body: bytes
+    status: int = 200
+    media_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Verdict = Refuse | Amend | Reply | None
+
+
+class CompletionHandler(Protocol):
+    """What `handlers.completion` and `handlers.chat_completion` name."""
+
+    async def __call__(self, request: SeenRequest) -> Verdict:
+        """Judge one request. An exception, or too long a time, refuses it with 503."""
+        ...
+
+
+class HandlerFailedError(BalancerError):
+    """The operator's own handler failed: it may be what lets requests in, so nothing goes on."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    code = "handler_failed"
+
+
+class RefusedByHandlerError(BalancerError):
+    """The operator's own handler refused the request."""
+
+    type = "RequestRefusedError"
+
+    def __init__(self, refusal: Refuse) -> None:
+        super().__init__(refusal.message)
+        self.status = refusal.status if 400 <= refusal.status < 600 else 500
+        self.code = refusal.code or "refused_by_handler"
+
+
+def seen(request: GenerateRequest) -> SeenRequest:
+    """What a handler is shown."""
+    return SeenRequest(
+        request_id=request.request_id,
+        path=request.endpoint.value,
+        model=request.model,
+        base_model=request.base_model,
+        adapter=request.lora,
+        stream=request.stream,
+        body=request.body,
+        headers={
+            name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers
+        },
+    )
+
+
+def amended_headers(
+    headers: tuple[tuple[bytes, bytes], ...], more: Mapping[str, str]
+) -> tuple[tuple[bytes, bytes], ...]:
+    """Headers of the legs. Raises ValueError for what can't be one."""
+    added = tuple((_encoded(name).lower(), _encoded(value)) for name, value in more.items())
+    names = {name for name, _ in added}
+    return (*(each for each in headers if each[0] not in names), *added)
+
+
+def _encoded(text: str) -> bytes:
+    if not text or not text.isascii() or not text.isprintable():
+        raise ValueError("a header of a handler holds what can't stand in one")
+    return text.encode()

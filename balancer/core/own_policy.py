@@ -1,0 +1,60 @@
+"""A policy of the operator's own, kept from doing harm.
+
+Rules:
+
+1. Whatever it answers, every candidate stays one: those it leaves out come last, in the order of
+   `kvlb`; what it makes up or names twice is passed over.
+2. If it fails, or answers nothing that can be used, `kvlb` decides. That is counted, so it shows.
+3. What it is told of a choice can't fail a request either.
+
+Cost: its own, and one pass over its answer.
+"""
+
+from collections.abc import Callable, Sequence
+
+from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak
+from balancer.core.plan import Choice
+from balancer.core.policies import LeastCost, Policy
+from indexer.core.types import RankId
+
+
+class OwnPolicy:
+    """A `Policy` around one."""
+
+    def __init__(self, own: Policy, on_failure: Callable[[Exception], None]) -> None:
+        self._own = own
+        self._on_failure = on_failure
+        self._stand_in = LeastCost()
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        usual = self._stand_in.choose(shape, candidates, draw)
+        try:
+            return _completed(self._own.choose(shape, candidates, draw), usual)
+        except Exception as error:  # noqa: BLE001 - somebody else's code, whatever it does
+            self._on_failure(error)
+            return usual
+
+    def chosen(self, rank: RankId) -> None:
+        self._stand_in.chosen(rank)
+        try:
+            self._own.chosen(rank)
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._on_failure(error)
+
+
+def _completed(answer: Sequence[Choice], usual: Sequence[Choice]) -> list[Choice]:
+    """Raise TypeError for an answer that holds no choice among the candidates."""
+    known = {choice.candidate.rank: choice for choice in usual}
+    ordered: dict[RankId, Choice] = {}
+    for choice in answer:
+        if not isinstance(choice, Choice):
+            raise TypeError(
+                f"a policy's answer is a list of Choice, not of {type(choice).__name__}"
+            )
+        if choice.candidate.rank in known:
+            ordered.setdefault(choice.candidate.rank, choice)
+    if known and not ordered:
+        raise TypeError("a policy's answer names no candidate")
+    return [*ordered.values(), *(known[rank] for rank in known if rank not in ordered)]

@@ -1,0 +1,102 @@
+"""Asks the operator's own handlers about a request, and carries their verdict out."""
+
+import asyncio
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self, assert_never
+
+import structlog
+
+from balancer.core.errors import BalancerError
+from balancer.core.fleet import Fleet
+from balancer.core.generate import read_generate
+from balancer.core.handler_settings import HandlerSettings
+from balancer.core.handlers import (
+    Amend,
+    CompletionHandler,
+    HandlerFailedError,
+    Refuse,
+    RefusedByHandlerError,
+    Reply,
+    Verdict,
+    amended_headers,
+    seen,
+)
+from balancer.core.request import Endpoint, GenerateRequest
+from balancer.core.rewrite import encode_body
+from balancer.own_code import load_handler
+
+_logger = structlog.stdlib.get_logger(__name__)
+
+
+class Handling:
+    """One per balancer; without handlers it costs a look into a dictionary."""
+
+    def __init__(
+        self,
+        *,
+        completion: CompletionHandler | None = None,
+        chat_completion: CompletionHandler | None = None,
+        timeout_s: float = 1.0,
+        on_failure: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        self._handlers = {Endpoint.COMPLETIONS: completion, Endpoint.CHAT: chat_completion}
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+
+    @classmethod
+    def configured(cls, settings: HandlerSettings, on_failure: Callable[[Exception], None]) -> Self:
+        """With the handlers that the settings name. Raises ConfigError."""
+        return cls(
+            completion=load_handler(settings.completion, "handlers.completion"),
+            chat_completion=load_handler(settings.chat_completion, "handlers.chat_completion"),
+            timeout_s=settings.timeout_s,
+            on_failure=on_failure,
+        )
+
+    async def judge(self, request: GenerateRequest, fleet: Fleet) -> GenerateRequest | Reply:
+        """The request to go on with, or its answer. Raises BalancerError."""
+        handler = self._handlers[request.endpoint]
+        if handler is None:
+            return request
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                verdict = await handler(seen(request))
+            return _outcome(verdict, request, fleet)
+        except BalancerError:
+            raise
+        except Exception as error:
+            # Where, not what: messages and locals may hold a prompt.
+            frames = traceback.extract_tb(error.__traceback__)
+            places = [f"{frame.filename}:{frame.lineno}" for frame in frames[-4:]]
+            _logger.error("handler_failed", error=type(error).__name__, frames=places)  # noqa: TRY400
+            self._on_failure(error)
+            raise HandlerFailedError("this balancer's own handler failed") from error
+
+
+def _outcome(verdict: Verdict, request: GenerateRequest, fleet: Fleet) -> GenerateRequest | Reply:
+    match verdict:
+        case None:
+            return request
+        case Refuse():
+            raise RefusedByHandlerError(verdict)
+        case Reply():
+            return verdict
+        case Amend():
+            return _amended(request, verdict, fleet)
+        case never:
+            assert_never(never)
+
+
+def _amended(request: GenerateRequest, verdict: Amend, fleet: Fleet) -> GenerateRequest:
+    headers = amended_headers(request.headers, verdict.headers)
+    if verdict.body is None:
+        return replace(request, headers=headers)
+    return read_generate(
+        request.endpoint,
+        encode_body(verdict.body),
+        fleet,
+        request_id=request.request_id,
+        headers=headers,
+    )

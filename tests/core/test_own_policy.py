@@ -1,0 +1,115 @@
+"""A policy of the operator's own can order candidates, and can't do harm."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
+from balancer.core.fleet import Instance
+from balancer.core.load import RankLoad
+from balancer.core.own_policy import OwnPolicy
+from balancer.core.plan import Candidate, Choice
+from balancer.core.policies import seeded_draw
+from indexer.core.types import InstanceId, RankId, Trust
+
+SHAPE = RequestShape(prompt_tokens=100)
+
+
+def candidate(number: int) -> LoadedCandidate:
+    instance = Instance(id=InstanceId(f"http://e{number}:1"), alias=f"e{number}")
+    return LoadedCandidate(
+        candidate=Candidate(
+            rank=RankId(instance.id, 0),
+            instance=instance,
+            overlap_tokens=0,
+            predicted_tokens=0,
+            trust=Trust.EXACT,
+            block_size=16,
+        ),
+        load=RankLoad(requests=number),  # so that `kvlb` orders them by number
+    )
+
+
+CANDIDATES = [candidate(number) for number in range(3)]
+ELSEWHERE = estimate_all(SHAPE, [candidate(9)])
+
+
+class Answering:
+    """Answers what it is told to, made of the usual choices."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.told: list[RankId] = []
+
+    def choose(
+        self,
+        shape: RequestShape,
+        candidates: Sequence[LoadedCandidate],
+        draw: TieBreak,  # noqa: ARG002
+    ) -> list[Choice]:
+        answer: list[Choice] = self.answer(estimate_all(shape, candidates))
+        return answer
+
+    def chosen(self, rank: RankId) -> None:
+        if self.answer is None:
+            raise KeyError(rank)
+        self.told.append(rank)
+
+
+def order(answer: Any) -> tuple[list[str], list[str]]:
+    """Aliases in the order decided, and the failures counted."""
+    failures: list[str] = []
+    policy = OwnPolicy(Answering(answer), lambda error: failures.append(type(error).__name__))
+    choices = policy.choose(SHAPE, CANDIDATES, seeded_draw(1))
+    return [each.candidate.instance.alias for each in choices], failures
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        pytest.param(lambda usual: usual[::-1], ["e2", "e1", "e0"], id="its-own-order"),
+        pytest.param(lambda usual: usual[1:2], ["e1", "e0", "e2"], id="one-named"),
+        pytest.param(lambda usual: [usual[2], usual[2]], ["e2", "e0", "e1"], id="one-named-twice"),
+        pytest.param(lambda usual: [*ELSEWHERE, usual[1]], ["e1", "e0", "e2"], id="one-made-up"),
+        pytest.param(tuple, ["e0", "e1", "e2"], id="a-tuple"),
+    ],
+)
+def test_answer_is_completed(answer: Any, expected: list[str]) -> None:
+    """Everybody stays a candidate."""
+    assert order(answer) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        pytest.param(lambda _: 1 / 0, "ZeroDivisionError", id="it-fails"),
+        pytest.param(lambda _: None, "TypeError", id="nothing"),
+        pytest.param(lambda _: [], "TypeError", id="nobody"),
+        pytest.param(lambda _: list(ELSEWHERE), "TypeError", id="a-stranger"),
+        pytest.param(lambda _: ["e0"], "TypeError", id="no-choice"),
+    ],
+)
+def test_failure_is_counted_and_kvlb_decides(answer: Any, failure: str) -> None:
+    """A request is never lost by it."""
+    assert order(answer) == (["e0", "e1", "e2"], [failure])
+
+
+def test_choice_is_told() -> None:
+    """And what it makes of that can't fail a request."""
+    failures: list[Exception] = []
+    well, badly = Answering(list), Answering(None)
+    rank = CANDIDATES[0].candidate.rank
+
+    OwnPolicy(well, failures.append).chosen(rank)
+    OwnPolicy(badly, failures.append).chosen(rank)
+
+    assert well.told == [rank]
+    assert [type(each) for each in failures] == [KeyError]
+
+
+def test_nobody_to_choose_from_is_no_failure() -> None:
+    """As with every other policy."""
+    policy = OwnPolicy(Answering(list), lambda error: pytest.fail(str(error)))
+
+    assert policy.choose(SHAPE, [], seeded_draw(1)) == []

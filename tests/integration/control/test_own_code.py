@@ -1,0 +1,234 @@
+"""Policies and handlers by import path: loaded, used, refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balancer.config import BalancerConfig, check_config
+from balancer.core.settings_errors import ConfigError, decode_settings
+
+IDS = {"model": "tiny", "prompt": [1, 2, 3]}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+MODULE = '''
+import asyncio
+from balancer.core.cost import estimate_all
+from balancer.core.handlers import Amend, Refuse, Reply
+
+class Backwards:
+    """Prefers the last of the fleet."""
+    def choose(self, shape, candidates, draw):
+        return estimate_all(shape, candidates)[::-1]
+    def chosen(self, rank):
+        pass
+
+class Broken(Backwards):
+    def choose(self, shape, candidates, draw):
+        raise RuntimeError("a bug")
+
+class NoChosen:
+    def choose(self, shape, candidates, draw):
+        return []
+
+class FewArguments(NoChosen):
+    def choose(self, shape):
+        return []
+    def chosen(self, rank):
+        pass
+
+class Needy(Backwards):
+    def __init__(self, budget):
+        pass
+
+def plain(request):
+    return None
+
+async def two(request, more):
+    return None
+
+async def gate(request):
+    what = request.headers.get("x-do")
+    if what == "refuse":
+        return Refuse(status=429, message="slow down", code="budget")
+    if what == "reply":
+        return Reply(body=b'{"cached": true}', headers={"x-cache": "hit"})
+    if what == "amend":
+        return Amend(body={**request.body, "user": "u1"}, headers={"x-tenant": "t1"})
+    if what == "mark":
+        return Amend(headers={"x-tenant": "t2"})
+    if what == "other-model":
+        return Amend(body={**request.body, "model": "nope"})
+    if what == "fail":
+        raise RuntimeError("prompt text that must not be told")
+    if what == "odd":
+        return "yes"
+    if what == "bad-header":
+        return Amend(headers={"x": "a\\r\\nb"})
+    if what == "slow":
+        await asyncio.sleep(60)
+    return None
+
+class Gate:
+    def __init__(self):
+        self.seen = 0
+    async def __call__(self, request):
+        self.seen += 1
+        return Refuse(status=403, message=f"{request.path} {self.seen}")
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A module of the operator's; gives the path of a name in it."""
+    name = f"own_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / f"{name}_broken.py").write_text("raise RuntimeError('at import')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda what: f"{name}{what}"
+
+
+async def test_own_policy_decides(engine_factory: Any, balancer_factory: Any, own: Any) -> None:
+    """Between candidates that `kvlb` would take in turn."""
+    async with engine_factory() as first, engine_factory() as second:
+        config = {
+            "instances": [{"url": first.url}, {"url": second.url}],
+            "routing": {"policy": own(":Backwards")},
+        }
+        async with balancer_factory(config) as balancer:
+            await balancer.available(2)
+            for _ in range(3):
+                await balancer.http.post("/v1/completions", json=IDS)
+
+    assert (first.calls("/v1/completions"), second.calls("/v1/completions")) == (0, 3)
+
+
+async def test_own_policy_that_fails_costs_nothing(
+    engine: Any, balancer_factory: Any, own: Any
+) -> None:
+    """It is counted."""
+    config = {"instances": [{"url": engine.url}], "routing": {"policy": own(":Broken")}}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        answer = await balancer.http.post("/v1/completions", json=IDS)
+        metrics = (await balancer.http.get("/metrics")).text
+
+    assert answer.status_code == 200
+    assert 'kvlb_own_code_failures_total{error="RuntimeError",kind="policy"} 1.0' in metrics
+
+
+def configured(**data: Any) -> BalancerConfig:
+    return check_config(decode_settings(data, BalancerConfig, where=""), {})
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("nope", "no policy `nope`.*valid here: .*`kvlb`.*package.module:Class"),
+        ("least_loadd", "did you mean `least_loaded`"),
+        (":Backwards", "no import path"),
+        ("nobody.has.this:X", "can't import 'nobody.has.this' .ModuleNotFoundError.*PYTHONPATH"),
+        ("{}_broken:X", "RuntimeError: at import"),
+        ("{}:Nothing", "has no 'Nothing'"),
+        ("{}:Backwards.Inner", "has no 'Backwards.Inner'"),
+        ("{}:NoChosen", r"has no method chosen\(rank\)"),
+        ("{}:FewArguments", r"choose can't be called as choose\(shape, candidates, draw\)"),
+        ("{}:Needy", "made without arguments"),
+        ("{}:plain", r"has no method choose\("),
+    ],
+)
+def test_policy_that_cannot_be_is_refused_at_start(own: Any, path: str, says: str) -> None:
+    """By its key, its path and what is missing."""
+    with pytest.raises(ConfigError, match=f"`routing.policy`.*{says}"):
+        configured(routing={"policy": path.format(own(""))})
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("gate", "no import path"),
+        ("{}:Nothing", "has no 'Nothing'"),
+        ("{}:plain", "not an async function"),
+        ("{}:two", r"can't be called as __call__\(request\)"),
+        ("{}:MODULE", "has no 'MODULE'"),
+        ("{}:Backwards", r"has no method __call__\(request\)"),
+    ],
+)
+@pytest.mark.parametrize("key", ["completion", "chat_completion"])
+def test_handler_that_cannot_be_is_refused_at_start(
+    own: Any, key: str, path: str, says: str
+) -> None:
+    """Likewise."""
+    with pytest.raises(ConfigError, match=f"`handlers.{key}`.*{says}"):
+        configured(handlers={key: path.format(own(""))})
+
+
+async def ask(balancer: Any, what: str, path: str = "/v1/completions", body: Any = IDS) -> Any:
+    return await balancer.http.post(path, json=body, headers={"x-do": what})
+
+
+async def test_handler_judges_requests(engine: Any, balancer_factory: Any, own: Any) -> None:
+    """Refused, answered, changed, or left as they are; those of the other path aren't asked."""
+    config = {"instances": [{"url": engine.url}], "handlers": {"completion": own(":gate")}}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        passed = await ask(balancer, "nothing")
+        refused = await ask(balancer, "refuse")
+        replied = await ask(balancer, "reply")
+        amended = await ask(balancer, "amend")
+        marked = await ask(balancer, "mark")
+        unknown = await ask(balancer, "other-model")
+        chat = await ask(balancer, "refuse", "/v1/chat/completions", CHAT)
+        got = [each for each in engine.received if each[0] == "/v1/completions"]
+
+    assert [each.status_code for each in (passed, refused, replied, amended, marked, chat)] == [
+        200,
+        429,
+        200,
+        200,
+        200,
+        200,
+    ]
+    assert refused.json()["error"] == {
+        "message": "slow down",
+        "type": "RequestRefusedError",
+        "param": None,
+        "code": "budget",
+    }
+    assert (replied.json(), replied.headers["x-cache"]) == ({"cached": True}, "hit")
+    assert unknown.status_code == 404
+    bodies = [body for _, body, _ in got]
+    assert [body.get("user") for body in bodies] == [None, "u1", None]
+    assert [headers.get("x-tenant") for _, _, headers in got] == [None, "t1", "t2"]
+
+
+@pytest.mark.parametrize("what", ["fail", "odd", "bad-header", "slow"])
+async def test_handler_that_fails_lets_nothing_in(
+    engine: Any, balancer_factory: Any, own: Any, what: str
+) -> None:
+    """It may be what keeps somebody out. Nothing of its error is told."""
+    handlers = {"completion": own(":gate"), "timeout_s": 0.2}
+    config = {"instances": [{"url": engine.url}], "handlers": handlers}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        answer = await ask(balancer, what)
+        metrics = (await balancer.http.get("/metrics")).text
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "handler_failed"
+    assert "prompt text" not in answer.text
+    assert engine.calls("/v1/completions") == 0
+    assert 'kind="handler"} 1.0' in metrics
+
+
+async def test_class_is_made_once(engine: Any, balancer_factory: Any, own: Any) -> None:
+    """It may keep what it has seen."""
+    config = {"instances": [{"url": engine.url}], "handlers": {"chat_completion": own(":Gate")}}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        answers = [await ask(balancer, "", "/v1/chat/completions", CHAT) for _ in range(2)]
+
+    messages = [each.json()["error"]["message"] for each in answers]
+    assert messages == ["/v1/chat/completions 1", "/v1/chat/completions 2"]
+    assert answers[0].status_code == 403
