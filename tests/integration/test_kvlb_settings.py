@@ -440,7 +440,7 @@ def test_redis_address_that_would_be_misread_is_refused(url: str) -> None:
         "redis://h",
         "redis://h:6379/",
         "redis://[::1]:6379/15",
-        "rediss://h:6379/0?ssl_ca_certs=/ca.pem&ssl_check_hostname=true",
+        "rediss://h:6379/0?ssl_ca_certs=/ca.pem&ssl_cert_reqs=required",
         "unix:///run/redis.sock",
         "unix:///run/redis.sock?db=3",
     ],
