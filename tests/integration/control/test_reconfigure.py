@@ -208,3 +208,18 @@ def test_equal_settings_have_no_changed_keys() -> None:
     assert changed_keys(configure(engine_api_key="a"), configure(engine_api_key="b")) == [
         "engine_api_key"
     ]
+
+
+async def test_moved_instance_is_asked_for_everything_anew(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """Its ranks too, over new connections; requests go on meanwhile."""
+    config = {"instances": [{"url": engine.url}], "probes": {"interval_s": 3600}}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        for asked in (2, 3):
+            await balancer.app.control.connect_anew([engine.id])
+            await engine.wait_for_calls("/kv_event_sources", asked)
+            answer = await balancer.http.post("/v1/completions", json=IDS)
+
+    assert answer.status_code == 200
