@@ -10,7 +10,7 @@ Rules:
    connection, never in an end that looks like one.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from balancer.connection import UpstreamAnswer
@@ -94,8 +94,9 @@ class AnswerPasser:
             headers = drop_header(headers, b"content-length")
         await self._start(decoded.answer.status, headers)
         self._passes_events = True
+        kept = None if decoded.keep is None else _KeptAnswer(decoded, decoded.keep)
         try:
-            await self._pass_until_done(decoded, reader)
+            await self._pass_until_done(decoded, reader, (kept or decoded.answer).next_chunk)
         except EngineError as error:
             ending = b"\n\n" if reader.is_inside_event else b""
             await self._exchange.write(ending + render_error_event(error))
@@ -103,13 +104,20 @@ class AnswerPasser:
             raise
         finally:
             _note_usage(decoded, reader.usage)
+        if kept is not None and not reader.has_error:
+            kept.finish()
         if reader.has_error:
             decoded.leg.error = "engine_error_event"
             self._record.error = decoded.leg.error
         await self._finish()
 
-    async def _pass_until_done(self, decoded: DecodeAnswer, reader: SseReader) -> None:
-        write, next_chunk = self._exchange.write, decoded.answer.next_chunk
+    async def _pass_until_done(
+        self,
+        decoded: DecodeAnswer,
+        reader: SseReader,
+        next_chunk: Callable[[], Awaitable[bytes]],
+    ) -> None:
+        write = self._exchange.write
         is_computed = False
         chunk = decoded.first
         try:
@@ -140,6 +148,8 @@ class AnswerPasser:
         if not chunk:
             decoded.guard.first_token()
             _note_body(decoded, held)
+            if decoded.keep is not None:
+                decoded.keep(bytes(held))
         await self._start(answer.status, headers)
         await self._pass_rest(answer, bytes(held))
 
@@ -173,6 +183,26 @@ class AnswerPasser:
         if self._headers == "off":
             return ()
         return ((b"x-request-id", self._record.request_id.encode()),)
+
+
+class _KeptAnswer:
+    """A stream that is read twice: by its client now, and as a whole by `keep` at its end."""
+
+    def __init__(self, decoded: DecodeAnswer, keep: Callable[[bytes], None]) -> None:
+        self._answer = decoded.answer
+        self._keep = keep
+        self._raw = bytearray(decoded.first)
+
+    async def next_chunk(self) -> bytes:
+        chunk = await self._answer.next_chunk()
+        if len(self._raw) < _MAX_HELD_BYTES:
+            self._raw += chunk
+        return chunk
+
+    def finish(self) -> None:
+        """It is complete; what was too large to be kept isn't told."""
+        if len(self._raw) < _MAX_HELD_BYTES:
+            self._keep(bytes(self._raw))
 
 
 def plan_headers(plan: RoutePlan) -> Headers:

@@ -22,12 +22,13 @@ from prometheus_client import CollectorRegistry
 from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
 from balancer.core.decision_log import DecisionLog
-from balancer.core.fleet import Fleet
+from balancer.core.fleet import Fleet, Instance
 from balancer.core.fleet_view import RankFacts
 from balancer.core.load import LoadLedger
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import Policy
 from balancer.core.record import RequestRecord
+from balancer.core.transfer_facts import Inquiry
 from balancer.dataplane import DataPlane
 from balancer.engine_client import EngineClient
 from balancer.exchange import AsgiExchange
@@ -151,12 +152,14 @@ class _Builder:
         self._registry = registry
         self._surroundings = surroundings
         self._tracing = tracing
+        self._connectors = connectors()
         self._engine_keys = config.engine_keys()
         self._engines = EngineClient(api_keys=self._engine_keys, timeout_s=config.probes.timeout_s)
         self._keeper = FleetKeeper(
             config.instances,
             prober=self._engines,
             settings=config.probes,
+            inquiry=self._inquiry,
             on_change=self._on_fleet,
         )
         self._known = self._keeper.snapshot()
@@ -189,6 +192,7 @@ class _Builder:
             policy=self._policy,
             settings=config.routing,
             pd=config.pd,
+            connectors=self._connectors,
             random=surroundings.random,
             clock=surroundings.clock,
             on_lookup=self._metrics.on_lookup,
@@ -220,7 +224,7 @@ class _Builder:
             reader=self._reader,
             router=self._router,
             upstream=self._upstream,
-            connectors=connectors(),
+            connectors=self._connectors,
             settings=self._config.dataplane,
             on_record=self._on_record,
             report_health=self._keeper.report,
@@ -308,6 +312,10 @@ class _Builder:
             await self._pool.load()
         except Exception:
             logger.exception("tokenizer_load_failed")
+
+    def _inquiry(self, instance: Instance) -> Inquiry | None:
+        connector = self._connectors.get(instance.connector)
+        return connector.inquiry(instance) if connector is not None else None
 
     def _on_record(self, record: RequestRecord) -> None:
         self._metrics.observe(record)

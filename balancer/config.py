@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from balancer.connectors.available import connectors
+from balancer.connectors.available import connector_fault, connectors
 from balancer.core.control_settings import (
     AdminSettings,
     InstanceSettings,
@@ -78,7 +78,9 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _refuse_loopback_twice(self.instances)
         _refuse_duplicates("alias", (each.name for each in self.instances))
         for number, instance in enumerate(self.instances):
-            check_connector(instance.connector, f"instances[{number}].connector")
+            fault = connector_fault(instance.instance())
+            if fault is not None:
+                raise ConfigError(f"`instances[{number}].{fault}")
 
     def engine_keys(self) -> dict[InstanceId, str]:
         """Key to use with each instance that needs one."""

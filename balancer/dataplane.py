@@ -39,8 +39,9 @@ from balancer.core.rewrite import splice_usage, wants_usage
 from balancer.exchange import Exchange
 from balancer.forwarding import Forwarded, Forwarding
 from balancer.handling import Handling
+from balancer.jobs import Job
 from balancer.leg_sender import EngineKey, LegSender, ReportHealth
-from balancer.legs import DecodeAnswer, Job, Legs
+from balancer.legs import DecodeAnswer, Legs
 from balancer.router import Router
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
@@ -94,7 +95,12 @@ class DataPlane:
             tracing=self._tracing,
         )
         self._legs = Legs(
-            router=router, sender=sender, connectors=connectors, settings=settings, clock=clock
+            router=router,
+            sender=sender,
+            connectors=connectors,
+            settings=settings,
+            clock=clock,
+            new_id=new_id,
         )
         self._handling = handling or Handling()
         self._forwarding = Forwarding(sender=sender, settings=settings, clock=clock)

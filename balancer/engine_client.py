@@ -15,6 +15,7 @@ from balancer.core.control_errors import (
     TokenizeRefusedError,
 )
 from balancer.core.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
+from balancer.core.transfer_facts import Inquiry, TransferFacts
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
 
@@ -135,6 +136,16 @@ class EngineClient:
         except msgspec.DecodeError:
             return ()
         return sorted(rank for rank in listed if rank >= 0)
+
+    async def learn(self, inquiry: Inquiry) -> TransferFacts:
+        """Ask what a connector has to know. Raises EngineCallError(`transfer_unknown`)."""
+        try:
+            answer = await self._http.get(inquiry.url)
+            if answer.is_success:
+                return inquiry.read(msgspec.json.decode(answer.content))
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError) as error:
+            raise EngineCallError("transfer_unknown") from error
+        raise EngineCallError("transfer_unknown")
 
     async def tokenize(self, instance: InstanceId, body: Mapping[str, Any]) -> Sequence[int]:
         """Ids that the engine makes of a prompt. Raises TokenizeRefusedError, EngineCallError."""

@@ -18,7 +18,7 @@ from balancer.core.control_errors import EngineCallError
 from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.probe_state import ProbeAnswer, ProbeOutcome, ProbeState, ProbeThresholds
-from balancer.core.transfer_facts import Registration
+from balancer.core.transfer_facts import NO_FACTS, Inquiry, Registration, TransferFacts
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 
@@ -37,6 +37,10 @@ class Prober(Protocol):
         """Never raises for what the instance does."""
         ...
 
+    async def learn(self, inquiry: Inquiry) -> TransferFacts:
+        """What an instance tells of its side of transfers. Raises EngineCallError."""
+        ...
+
     async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
         """Its global ranks, none if it doesn't say. Raises EngineCallError: ask again."""
         ...
@@ -52,6 +56,8 @@ class _Watched:
     ranks: tuple[int, ...] = ()
     """As the instance lists them; none if it wasn't asked or doesn't say."""
     knows_ranks: bool = False
+    facts: TransferFacts = NO_FACTS
+    """Of the life that the last probe met."""
     probes: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     started: bool = False
@@ -65,11 +71,11 @@ class _Watched:
             ranks=self.ranks or configured.ranks,
             rank_base=self.ranks[0] if self.ranks else configured.rank_base,
             models=self.models,
+            facts=replace(self.facts, registration=self.registration),
             healthy=self.state.healthy,
             draining=self.state.draining,
             unhealthy_reason=self.state.reason,
             hold=self.hold,
-            facts=replace(configured.facts, registration=self.registration),
         )
 
 
@@ -82,14 +88,19 @@ class FleetKeeper:
         *,
         prober: Prober,
         settings: ProbeSettings,
+        inquiry: Callable[[Instance], Inquiry | None] = lambda _: None,
         on_change: Callable[[Fleet], None] | None = None,
     ) -> None:
-        """`on_change` is called with each new snapshot, on the loop; it must not block."""
+        """`inquiry` says what has to be asked of an instance before it can take part in transfers.
+
+        `on_change` is called with each new snapshot, on the loop; it must not block.
+        """
         self._prober = prober
         self._settings = settings
         self._thresholds = ProbeThresholds(
             unhealthy_after=settings.unhealthy_after, healthy_after=settings.healthy_after
         )
+        self._inquiry = inquiry
         self._on_change = on_change
         self._watched = {each.id: _Watched(settings=each) for each in instances}
         self._fleet = self._build()
@@ -211,9 +222,25 @@ class FleetKeeper:
                 answer = await self._prober.probe(watched.settings.id)
                 if answer.outcome is ProbeOutcome.OK and not watched.knows_ranks:
                     await self._find_ranks(watched)
+                if answer.outcome is ProbeOutcome.OK:
+                    await self._learn(watched)
                 return answer
         except TimeoutError:
             return ProbeAnswer(outcome=ProbeOutcome.FAILED, reason="probe_timeout")
+        except EngineCallError as error:
+            return ProbeAnswer(outcome=ProbeOutcome.FAILED, reason=error.reason)
+
+    async def _learn(self, watched: _Watched) -> None:
+        """Ask anew with every probe: after a restart everything is another. Raises EngineCallError.
+
+        An instance that can't be asked can't hand over, so it counts as failed.
+        """
+        inquiry = self._inquiry(watched.instance())
+        try:
+            watched.facts = NO_FACTS if inquiry is None else await self._prober.learn(inquiry)
+        except EngineCallError:
+            watched.facts = NO_FACTS
+            raise
 
     async def _find_ranks(self, watched: _Watched) -> None:
         """Before it is available: a request must not go to a rank by chance."""

@@ -35,15 +35,27 @@ class LegSender:
         self.engine_key = engine_key
 
     async def send(
-        self, instance: Instance, method: str, target: str, headers: Headers, body: bytes
+        self,
+        instance: Instance,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: bytes,
+        *,
+        on_ready: Callable[[], None] | None = None,
     ) -> UpstreamAnswer:
-        """Send with the instance's own key, if it has one, in place of the client's."""
+        """Send with the instance's own key, if it has one, in place of the client's.
+
+        `on_ready` is asked just before the request is written; what it raises ends the attempt.
+        """
         key = self.engine_key(instance.id)
         if key is not None:
             bearer = b"Bearer " + key.encode()
             headers = (*drop_header(headers, b"authorization"), (b"authorization", bearer))
         headers = self._tracing.pass_on(headers)
-        return await self._upstream.send(instance.id, method, target, headers, body)
+        return await self._upstream.send(
+            instance.id, method, target, headers, body, on_ready=on_ready
+        )
 
     @contextmanager
     def recorded(

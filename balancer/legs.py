@@ -5,12 +5,14 @@ Rules:
 1. Nothing goes to the client before the answering engine's first bytes are here, so a failure up
    to then still has its right status, or another instance.
 2. Another instance is tried for errors that say so (`retryable`), at most `retries` times.
-3. A failed prefill leg is repeated on another prefill instance as long as the router offers one,
+3. A decode leg that would be on its way only after the prefill engine's lease isn't sent: both run
+   again. Nobody is blamed.
+4. A failed prefill leg is repeated on another prefill instance as long as the router offers one,
    then the decode instance does it all, or the request fails with 503, as the operator chose.
    What the client got wrong (4xx of the prefill engine) is its answer: decode never starts.
-4. If one leg of a pair dies, or the client leaves, the other is cancelled and its connection
+5. If one leg of a pair dies, or the client leaves, the other is cancelled and its connection
    closed before anything else happens.
-5. Every attempt leaves a `LegRecord`; a leg that ends with an exception withdraws what was
+6. Every attempt leaves a `LegRecord`; a leg that ends with an exception withdraws what was
    predicted for it.
 """
 
@@ -18,51 +20,54 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from balancer.connection import UpstreamAnswer
-from balancer.connectors.contract import Connector, LegContext, LegRequest, NoTransferError
+from balancer.connectors.contract import (
+    Connector,
+    LegContext,
+    LegRequest,
+    NoTransferError,
+)
+from balancer.core.conversations import Conversations
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import (
     BalancerError,
     EngineClosedError,
     EngineError,
     EngineRefusedError,
+    EngineUnreachableError,
     FleetError,
+    LeaseEndedError,
     StreamCutError,
 )
-from balancer.core.fleet import Fleet, Instance
+from balancer.core.fleet import Instance
 from balancer.core.http_headers import Headers
 from balancer.core.load import LegGuard
 from balancer.core.plan import Candidate, RoutePlan
-from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.request import GenerateRequest, PromptView
-from balancer.core.rewrite import encode_body, with_usage
-from balancer.core.usage import prefill_fault, read_usage
+from balancer.core.record import LegRecord
+from balancer.core.rewrite import encode_body
+from balancer.jobs import (
+    Job,
+    earlier_blocks,
+    ended_turn,
+    kept_s,
+    leg_body,
+    leg_context,
+    leg_headers,
+    note_candidate,
+    note_plan,
+    overlap,
+    read_prefill,
+    take_turn,
+    whole_leg,
+)
 from balancer.leg_sender import LegSender
 from balancer.router import Route, Router
 from indexer.core.types import RankId
 
 MAX_ERROR_BYTES = 16 * 1024 * 1024
 MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request ready to be carried out."""
-
-    fleet: Fleet
-    request: GenerateRequest
-    prompt: PromptView
-    record: RequestRecord
-    body: bytes
-    """What a single leg sends."""
-    asks_usage: bool
-    """We ask for the usage of this stream; the client didn't."""
-    query: str = ""
-    """With its question mark, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +79,21 @@ class DecodeAnswer:
     leg: LegRecord
     guard: LegGuard
     plan: RoutePlan
+    keep: Callable[[bytes], None] | None = None
+    """Wants the whole answer once it is complete, if it isn't too large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prefilled:
+    """A prefill leg that has ended well."""
+
+    decode: LegRequest | None
+    """What it let the connector write; None if that was written before."""
+    answered_s: float
+    """When its answer began."""
 
 
 Deliver = Callable[[DecodeAnswer], Awaitable[None]]
-T = TypeVar("T")
 
 
 class _PrefillLegError(Exception):
@@ -99,12 +115,16 @@ class Legs:
         connectors: Mapping[str, Connector],
         settings: DataPlaneSettings,
         clock: Callable[[], float],
+        new_id: Callable[[], str],
     ) -> None:
+        """`new_id` makes 32 hexadecimal digits that nobody else has."""
         self._router = router
         self._sender = sender
         self._connectors = connectors
         self._retries = settings.retries
         self._clock = clock
+        self._new_id = new_id
+        self._conversations = Conversations()
 
     async def carry(self, job: Job, deliver: Deliver) -> None:
         """Get the request answered and have `deliver` pass the answer on. Raises BalancerError."""
@@ -119,12 +139,13 @@ class Legs:
                     await self._carry_route(job, route, deliver)
             except _PrefillLegError as error:
                 failed, without_prefill = error.cause, True
-            except EngineError as error:
+            except (EngineError, LeaseEndedError) as error:
                 if not error.retryable or not retries_left or job.record.status is not None:
                     raise
                 retries_left -= 1
                 failed = error
-                tried |= frozenset(route.plan.decode.candidate.instance.rank_ids())
+                if isinstance(error, EngineError):
+                    tried |= frozenset(route.plan.decode.candidate.instance.rank_ids())
             else:
                 return
 
@@ -153,15 +174,23 @@ class Legs:
 
     async def _carry_route(self, job: Job, route: Route, deliver: Deliver) -> None:
         if route.plan.prefill is None:
-            await self._decode(job, route, job.body, (), deliver)
+            await self._decode(
+                job, route, whole_leg(job, route.plan, self._connectors, self._new_id), deliver
+            )
             return
         tried: frozenset[RankId] = frozenset()
+        turn = take_turn(job, route.plan, self._conversations, self._clock())
         while True:
             source = route.plan.prefill.candidate.instance
-            connector = self._connectors[source.connector]
+            earlier = earlier_blocks(job, route.plan, turn)
+            context = leg_context(job, route.plan, self._new_id(), earlier)
             try:
-                await self._carry_pair(job, route, connector, deliver)
+                await self._carry_pair(
+                    job, route, self._connectors[source.connector], context, deliver
+                )
             except _PrefillLegError as error:
+                if not isinstance(error.cause, EngineUnreachableError):
+                    turn = None  # somebody may have read it
                 tried |= frozenset(source.rank_ids())
                 if not self._router.replace_prefill(job.fleet, route, error.cause, tried):
                     raise
@@ -170,22 +199,42 @@ class Legs:
                 return
 
     async def _carry_pair(
-        self, job: Job, route: Route, connector: Connector, deliver: Deliver
+        self,
+        job: Job,
+        route: Route,
+        connector: Connector,
+        context: LegContext,
+        deliver: Deliver,
     ) -> None:
-        context = _leg_context(job, route.plan)
-        if connector.style == "serial":
-            leg = await self._prefill(
+        if connector.style(context) == "serial":
+            done = await self._prefill(
                 job, route, connector, context, lambda answer: connector.decode_leg(context, answer)
             )
-            _end_prefill(route)
-            await self._decode(job, route, _leg_body(job, leg), leg.headers, deliver)
+            assert done.decode is not None  # noqa: S101  it was written just now
+            route.end_prefill()
+            lease_s = connector.lease_s(context)
+            by_s = None if lease_s is None else done.answered_s + lease_s
+            await self._decode(job, route, done.decode, deliver, by_s=by_s)
             return
-        leg = connector.decode_leg(context, None)
+        await self._carry_concurrent(job, route, connector, context, deliver)
+
+    async def _carry_concurrent(
+        self,
+        job: Job,
+        route: Route,
+        connector: Connector,
+        context: LegContext,
+        deliver: Deliver,
+    ) -> None:
+        try:
+            leg = connector.decode_leg(context, None)
+        except NoTransferError as error:
+            raise _PrefillLegError(error) from error
         prefilled = asyncio.Event()
 
         async def prefill() -> None:
             await self._prefill(job, route, connector, context, lambda _: None)
-            _end_prefill(route)
+            route.end_prefill()
             prefilled.set()
 
         async def deliver_after_prefill(decoded: DecodeAnswer) -> None:
@@ -195,9 +244,7 @@ class Legs:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(prefill())
-                await self._decode(
-                    job, route, _leg_body(job, leg), leg.headers, deliver_after_prefill
-                )
+                await self._decode(job, route, leg, deliver_after_prefill)
         except ExceptionGroup as group_error:
             raise group_error.exceptions[0] from group_error
 
@@ -207,9 +254,9 @@ class Legs:
         route: Route,
         connector: Connector,
         context: LegContext,
-        conclude: Callable[[Mapping[str, Any]], T],
-    ) -> T:
-        """Run the prefill leg; return what `conclude` makes of its answer.
+        conclude: Callable[[Mapping[str, Any]], LegRequest | None],
+    ) -> _Prefilled:
+        """Run the prefill leg; `conclude` writes the decode leg from its answer.
 
         An answer from which nothing can be concluded is a failure of this leg.
         """
@@ -219,26 +266,45 @@ class Legs:
             with self._recorded(job, "prefill", choice.candidate) as leg:
                 request = connector.prefill_leg(context)
                 body = encode_body(request.body)
-                answer = await self._send(job, choice.candidate, body, request.headers)
+                headers = leg_headers(job, request)
+                answer = await self._send(job, choice.candidate, body, headers)
+                answered_s = self._clock()
                 try:
                     await self._check_status(answer, leg)
                     raw = await answer.read(MAX_PREFILL_ANSWER_BYTES)
                 finally:
                     answer.close()
                 leg.first_byte_s = self._clock()
-                return conclude(_read_prefill(raw, leg))
+                return _Prefilled(decode=conclude(read_prefill(raw, leg)), answered_s=answered_s)
         except EngineError as error:
             if self._is_clients_fault(choice.candidate.instance, error):
                 raise
             raise _PrefillLegError(error) from error
 
     async def _decode(
-        self, job: Job, route: Route, body: bytes, headers: Headers, deliver: Deliver
+        self,
+        job: Job,
+        route: Route,
+        request: LegRequest,
+        deliver: Deliver,
+        *,
+        by_s: float | None = None,
     ) -> None:
-        """Run the answering leg to its last byte."""
+        """Run the answering leg to its last byte. It isn't sent later than `by_s`."""
         candidate = route.plan.decode.candidate
+
+        def check_lease() -> None:
+            if by_s is not None and self._clock() > by_s:
+                raise LeaseEndedError("the prefill engine's blocks may be gone")
+
         with self._recorded(job, "decode", candidate) as leg:
-            answer = await self._send(job, candidate, body, headers)
+            answer = await self._send(
+                job,
+                candidate,
+                leg_body(job, request),
+                leg_headers(job, request),
+                on_ready=check_lease,
+            )
             try:
                 await self._check_status(answer, leg)
                 first = await _first_chunk(answer)
@@ -250,21 +316,43 @@ class Legs:
                         leg=leg,
                         guard=route.decode_guard,
                         plan=route.plan,
+                        keep=self._keeper(job, route.plan),
                     )
                 )
             finally:
                 answer.close()
 
+    def _keeper(self, job: Job, plan: RoutePlan) -> Callable[[bytes], None] | None:
+        """Who remembers what the decode engine keeps of this turn; None if it keeps nothing."""
+        conversation, ttl_s = job.request.conversation, kept_s(job, plan)
+        if conversation is None or ttl_s is None:
+            return None
+
+        def keep(raw: bytes) -> None:
+            turn = ended_turn(job, plan, raw)
+            if turn is not None:
+                self._conversations.put(conversation, turn, expires_s=self._clock() + ttl_s)
+
+        return keep
+
     async def _send(
-        self, job: Job, candidate: Candidate, body: bytes, extra: Headers
+        self,
+        job: Job,
+        candidate: Candidate,
+        body: bytes,
+        extra: Headers,
+        *,
+        on_ready: Callable[[], None] | None = None,
     ) -> UpstreamAnswer:
         request = job.request
-        headers = [*request.headers, (b"x-request-id", request.request_id.encode()), *extra]
+        headers = [*request.headers, *extra]
         rank = candidate.instance.rank_header(candidate.rank.rank)
         if rank is not None:
             headers.append((b"x-data-parallel-rank", rank.encode()))
         target = request.endpoint.value + job.query
-        return await self._sender.send(candidate.instance, "POST", target, tuple(headers), body)
+        return await self._sender.send(
+            candidate.instance, "POST", target, tuple(headers), body, on_ready=on_ready
+        )
 
     async def _check_status(self, answer: UpstreamAnswer, leg: LegRecord) -> None:
         leg.status = answer.status
@@ -274,7 +362,7 @@ class Legs:
 
     @contextmanager
     def _recorded(self, job: Job, kind: str, candidate: Candidate) -> Iterator[LegRecord]:
-        overlap_tokens = _overlap(candidate) if job.prompt.prompts else None
+        overlap_tokens = overlap(candidate) if job.prompt.prompts else None
         with self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens) as leg:
             note_candidate(leg, candidate)
             yield leg
@@ -297,71 +385,3 @@ async def _first_chunk(answer: UpstreamAnswer) -> bytes:
     if not first and answer.status == 200:
         raise EngineClosedError("the engine answered 200 without a body")
     return first
-
-
-def note_plan(record: RequestRecord, plan: RoutePlan) -> None:
-    """Write down what was decided and what could have been."""
-    record.plan = plan
-    if record.prompt_tokens is None:
-        return
-    considered = (*plan.considered, *plan.considered_prefill, plan.decode)
-    record.available_tokens = max(_overlap(each.candidate) for each in considered)
-    record.chosen_tokens = _overlap((plan.prefill or plan.decode).candidate)
-
-
-def note_candidate(leg: LegRecord, candidate: Candidate) -> None:
-    """Write down what the index said of the rank that gets the leg."""
-    leg.rank = candidate.rank.rank
-    leg.trust = candidate.trust.value
-    leg.block_size = candidate.block_size
-    if leg.overlap_tokens is not None:
-        leg.held_tokens = candidate.overlap_tokens
-
-
-def _overlap(candidate: Candidate) -> int:
-    """What the engine is expected to report as cached."""
-    return max(candidate.overlap_tokens, candidate.predicted_tokens)
-
-
-def _leg_context(job: Job, plan: RoutePlan) -> LegContext:
-    assert plan.prefill is not None  # noqa: S101  the callers look
-    prefill, decode = plan.prefill.candidate, plan.decode.candidate
-    return LegContext(
-        request_id=job.request.request_id,
-        path=job.request.endpoint.value,
-        body=job.request.body,
-        prefill=prefill.instance,
-        prefill_rank=prefill.rank.rank,
-        decode=decode.instance,
-        decode_rank=decode.rank.rank,
-    )
-
-
-def _leg_body(job: Job, leg: LegRequest) -> bytes:
-    if leg.body is job.request.body:
-        return job.body
-    return encode_body(with_usage(leg.body) if job.asks_usage else leg.body)
-
-
-def _end_prefill(route: Route) -> None:
-    """The prefill leg did its work: its rank is free, its blocks are expected to be there."""
-    if route.prefill_guard is not None:
-        route.prefill_guard.first_token()
-        route.prefill_guard.__exit__(None, None, None)
-
-
-def _read_prefill(raw: bytes, leg: LegRecord) -> Mapping[str, Any]:
-    try:
-        answer = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise NoTransferError("the prefill answer is not JSON") from error
-    fault = prefill_fault(answer)
-    if fault is not None:
-        raise NoTransferError(fault)
-    usage = read_usage(answer.get("usage"))
-    if usage is not None:
-        leg.prompt_tokens = usage.prompt_tokens
-        leg.cached_tokens = usage.cached_tokens
-        leg.completion_tokens = usage.completion_tokens
-    read: Mapping[str, Any] = answer
-    return read

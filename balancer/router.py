@@ -20,6 +20,7 @@ from typing import Self
 
 import structlog
 
+from balancer.connectors.contract import Connector, HandOver
 from balancer.core.candidates import (
     CandidateSource,
     Pool,
@@ -29,7 +30,7 @@ from balancer.core.candidates import (
 )
 from balancer.core.cost import RequestShape, TieBreak, uncached_tokens
 from balancer.core.errors import PrefillFailedError
-from balancer.core.fleet import Fleet
+from balancer.core.fleet import Fleet, Role
 from balancer.core.known_ranks import KnownRanks
 from balancer.core.load import LegGuard, LegWork, LoadLedger
 from balancer.core.plan import Choice, RoutePlan
@@ -41,7 +42,7 @@ from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt
 from indexer.core.throttle import Throttle
-from indexer.core.types import RankId, Trust
+from indexer.core.types import InstanceId, RankId, Trust
 
 logger = structlog.get_logger(__name__)
 
@@ -60,6 +61,7 @@ class _Question:
     matches: PromptMatches
     shape: RequestShape
     settings: RoutingSettings
+    connectors: Mapping[str, Connector]
 
     def facts(self, pool: Pool, *, prefill_failed: bool, prefill_full: bool) -> SplitFacts:
         block_sizes = [
@@ -75,6 +77,34 @@ class _Question:
             prefill_failed=prefill_failed,
             prefill_expected=pool.prefill_expected,
             prefill_full=prefill_full,
+            unfit=self._unfit(pool, frozenset(block_sizes)),
+            bound=frozenset(
+                each.id
+                for each in pool.answering
+                if each.connector in self.connectors
+                and self.connectors[each.connector].needs_prefill(each)
+            ),
+            paired=frozenset(name for name in pool.prefill_expected if self.pairs_ranks(name)),
+        )
+
+    def pairs_ranks(self, connector: str) -> bool:
+        """Whether both legs should run on ranks of the same number."""
+        return connector in self.connectors and self.connectors[connector].pairs_ranks
+
+    def _unfit(self, pool: Pool, block_sizes: frozenset[int]) -> frozenset[InstanceId]:
+        """Decode instances that can't use what another one computes of this request."""
+        asked = HandOver(
+            prompt_tokens=self.prompt.prompt_tokens,
+            block_sizes=block_sizes,
+            has_adapter=self.request.lora is not None,
+            has_salt=self.request.body.get("cache_salt") is not None,
+        )
+        return frozenset(
+            each.id
+            for each in pool.answering
+            if each.role is Role.DECODE
+            and each.connector in self.connectors
+            and not self.connectors[each.connector].carries(asked, each)
         )
 
     def leg(self, choice: Choice, kind: str) -> LegWork:
@@ -121,6 +151,12 @@ class Route:
         if self.prefill_guard:
             self.prefill_guard.__exit__(kind, error, traceback)
 
+    def end_prefill(self) -> None:
+        """The prefill leg did its work: its rank is free, its blocks are expected to be there."""
+        if self.prefill_guard is not None:
+            self.prefill_guard.first_token()
+            self.prefill_guard.__exit__(None, None, None)
+
     def _drop_prefill(self, failed: BaseException) -> None:
         if self.prefill_guard:
             self.prefill_guard.__exit__(type(failed), failed, failed.__traceback__)
@@ -143,6 +179,7 @@ class Router:
         random: Callable[[], float],
         clock: Callable[[], float],
         pd: PdSettings | None = None,
+        connectors: Mapping[str, Connector] | None = None,
         on_lookup: Callable[[str, float], None] | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -152,6 +189,7 @@ class Router:
         self._policy = policy
         self._settings = settings
         self._pd = pd or PdSettings()
+        self._connectors = connectors or {}
         self._planner = Planner(policy=policy, pd=self._pd)
         self._random = random
         self._clock = clock
@@ -231,7 +269,14 @@ class Router:
         exclude |= {route.plan.prefill.candidate.rank}
         pool = find_pool(fleet, question.request.model)
         sources, _ = self._source(question).load(pool.prefill, exclude)
-        plan = self._planner.replace_prefill(route.plan, question.shape, sources, self._draw())
+        connector = route.plan.decode.candidate.instance.connector
+        plan = self._planner.replace_prefill(
+            route.plan,
+            question.shape,
+            sources,
+            self._draw(),
+            paired=question.pairs_ranks(connector),
+        )
         if plan is None or plan.prefill is None:
             return False
         route.plan = plan
@@ -258,6 +303,7 @@ class Router:
             matches=matches,
             shape=request_shape(request, prompt, matches, self._settings.session_header),
             settings=self._settings,
+            connectors=self._connectors,
         )
 
     def _plan(

@@ -12,7 +12,7 @@ Rules:
 import asyncio
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -71,10 +71,14 @@ class Upstream:
         target: str,
         headers: Sequence[tuple[bytes, bytes]],
         body: bytes,
+        *,
+        on_ready: Callable[[], None] | None = None,
     ) -> UpstreamAnswer:
         """Send a request, return its answer once status and headers are there.
 
-        `target` is path and query. `host` and `content-length` are added here. Raises EngineError.
+        `target` is path and query. `host` and `content-length` are added here. `on_ready` is called
+        when there is a connection, before anything is written; what it raises ends the attempt.
+        Raises EngineError.
         """
         pool = self._pools.get(base_url)
         if pool is None:
@@ -83,10 +87,13 @@ class Upstream:
         reused = self._take_idle(pool)
         if reused is not None:
             try:
+                _ask(on_ready, reused)
                 return await self._exchange(pool, reused, method, head, body)
             except EngineClosedError:
                 pass  # the engine retired the connection just now: it saw no request
-        return await self._exchange(pool, await self._connect(pool), method, head, body)
+        connection = await self._connect(pool)
+        _ask(on_ready, connection)
+        return await self._exchange(pool, connection, method, head, body)
 
     def connect_anew(self, base_url: str) -> None:
         """Its name leads elsewhere now: what runs goes on, no connection is used again."""
@@ -187,6 +194,17 @@ class Upstream:
         pool.is_sweeping = bool(fit)
         if fit:
             loop.call_later(fit[0].idle_since_s - oldest_s, self._sweep, pool)
+
+
+def _ask(on_ready: Callable[[], None] | None, connection: Connection) -> None:
+    """Call `on_ready`; a connection it doesn't want any more is closed."""
+    if on_ready is None:
+        return
+    try:
+        on_ready()
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _read_origin(base_url: str) -> _Origin:

@@ -3,9 +3,11 @@
 Rules:
 
 1. The first part is the engine's address; every other part is `name=value`, each name once.
-2. An error names the part at fault and what would be right there.
-3. No message repeats a password or a key; a key has no place on the command line at all.
-4. The value is what a configuration file would hold under `instances:`; checking values against
+2. `transfer.KEY=VALUE` is one key of the connector's own settings (docs/connectors.md); a number and
+   `true` or `false` are no text there. A value with a comma in it has no place on the line.
+3. An error names the part at fault and what would be right there.
+4. No message repeats a password or a key; a key has no place on the command line at all.
+5. The value is what a configuration file would hold under `instances:`; checking values against
    the settings' types is left to `kvlb.settings`, so both ways in give the same answers.
 
 Cost: none worth naming; runs once per option.
@@ -20,6 +22,7 @@ from kvlb.errors import SettingsError
 ENDPOINTS = ("events", "replay")
 NUMBERS = ("ranks", "rank_base")
 WORDS = ("role", "alias", "connector")
+TRANSFER = "transfer."
 NAMES = (*ENDPOINTS, *WORDS, *NUMBERS)
 KEY = re.compile(
     r",\s*[a-z_-]*(key|token|secret|password)[a-z_-]*\s*=.*", re.IGNORECASE | re.DOTALL
@@ -39,12 +42,31 @@ def parse_instance(text: str) -> dict[str, object]:
             raise SettingsError(
                 f"--instance {text}: {part!r} is not name=value; names are {', '.join(NAMES)}"
             )
+        if name.startswith(TRANSFER):
+            _add_transfer(entry, name, value, text)
+            continue
         if name not in NAMES:
             raise SettingsError(f"--instance {text}: unknown name {name!r}; {_nearest(name)}")
         if name in entry:
             raise SettingsError(f"--instance {text}: {name!r} is given twice")
         entry[name] = _checked_value(name, value, text)
     return entry
+
+
+def _add_transfer(entry: dict[str, object], name: str, value: str, text: str) -> None:
+    settings = entry.setdefault("transfer", {})
+    assert isinstance(settings, dict)  # noqa: S101 - for the type checker
+    key = name.removeprefix(TRANSFER)
+    if key in settings:
+        raise SettingsError(f"--instance {text}: {name!r} is given twice")
+    settings[key] = _plain(value)
+
+
+def _plain(value: str) -> object:
+    """What YAML would make of it, as far as settings go."""
+    if value.isdecimal():
+        return int(value)
+    return {"true": True, "false": False}.get(value, value)
 
 
 def _refuse_secrets(text: str) -> None:
@@ -91,5 +113,5 @@ def _checked_value(name: str, value: str, text: str) -> str | int:
 
 def _nearest(name: str) -> str:
     close = get_close_matches(name, NAMES, n=1)
-    known = f"names are {', '.join(NAMES)}"
+    known = f"names are {', '.join(NAMES)}, {TRANSFER}KEY"
     return f"did you mean {close[0]!r}? {known}" if close else known

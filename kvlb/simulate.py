@@ -8,7 +8,7 @@ from kvlb.errors import SettingsError
 from kvlb.event_loop import run_command, stop_event
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet, tells_its_sources
 from simulator.core.errors import SettingsError as SimulatorSettingsError
-from simulator.core.settings import EngineSettings
+from simulator.core.settings import ConnectorName, EngineSettings
 from simulator.service import RunningEngine, RunningFleet
 
 
@@ -26,7 +26,7 @@ class SimulationOptions:
     cache_blocks: int = EngineSettings().num_blocks
     release: str = EngineSettings().version
     adapters: tuple[str, ...] = ()
-    connector: str | None = None
+    connector: ConnectorName | None = None
     """Also of mixed engines; the others have one anyway."""
 
     def engine(self) -> EngineSettings:
@@ -43,7 +43,7 @@ class SimulationOptions:
                 num_blocks=self.cache_blocks,
                 version=self.release,
                 adapters=self.adapters,
-                kv_connector="nixl" if self.connector else None,
+                kv_connector=self.connector,
             )
         except SimulatorSettingsError as error:
             raise SettingsError(str(error)) from error

@@ -57,15 +57,25 @@ def instance_option(engine: RunningEngine, connector: str | None = None) -> str:
     `connector` is named where it isn't the default.
     """
     parts = [engine.url]
+    usual = None if engine.role == "mixed" else "nixl"
     if engine.role != "mixed":
         parts.append(f"role={engine.role}")
-    elif connector is not None:
-        parts.append(f"connector={connector}")
+    if connector not in {None, usual}:
+        parts += [f"connector={connector}", *_transfer_parts(engine, connector)]
     if not tells_its_sources(engine):
         parts += [f"events={engine.events_endpoint}", f"replay={engine.replay_endpoint}"]
         if engine.settings.dp_size > 1:
             parts.append(f"ranks={engine.settings.dp_size}")
     return ",".join((*parts, f"alias={engine.name}"))
+
+
+def _transfer_parts(engine: RunningEngine, connector: str | None) -> list[str]:
+    """What the engine doesn't tell of its side of transfers."""
+    if connector == "mooncake" and engine.role == "prefill":
+        return [f"transfer.bootstrap_port={engine.bootstrap_port}"]
+    if connector == "offloading":
+        return ["transfer.p2p_host=127.0.0.1", f"transfer.p2p_port={engine.side_port}"]
+    return []
 
 
 def tells_its_sources(engine: RunningEngine) -> bool:

@@ -14,7 +14,7 @@ from simulator.core.errors import RequestRefusedError
 from simulator.core.event_faults import EventFaults
 from simulator.engine import ReceivedRequest, SimulatedEngine
 from simulator.exchange import ClientGoneError, Exchange, Receive, Scope, Send, render_error
-from simulator.exposition import render_metrics, render_state
+from simulator.exposition import render_metrics, render_server_info, render_state
 from simulator.generation_api import chat, complete
 from simulator.prompts import read_tokenize_prompt
 
@@ -45,6 +45,7 @@ class EngineApplication:
             "/load": {"GET": self._report_load},
             "/metrics": {"GET": self._report_metrics},
             "/simulator/state": {"GET": self._report_state},
+            "/server_info": {"GET": self._report_server_info},
             "/simulator/faults": {"GET": self._report_faults, "POST": self._set_faults},
             "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
             "/sleep": {"POST": self._sleep},
@@ -161,8 +162,13 @@ class EngineApplication:
         await exchange.send_json({"prompt": tokenizer.decode(body.tokens)})
 
     async def _report_health(self, exchange: Exchange) -> None:
-        status = 503 if self._engine.is_draining else 200
+        is_dead = any(rank.core.is_dead for rank in self._engine.ranks)
+        status = 503 if is_dead or self._engine.is_draining else 200
         await exchange.send(b"", content_type="", status=status)
+
+    async def _report_server_info(self, exchange: Exchange) -> None:
+        """As in development mode, as far as transfers are concerned."""
+        await exchange.send_json(render_server_info(self._engine))
 
     async def _report_version(self, exchange: Exchange) -> None:
         await exchange.send_json({"version": self._engine.settings.version})
@@ -235,6 +241,26 @@ def _decode_plain(body: bytes, type_: type[_Struct]) -> _Struct:
         return msgspec.json.decode(body, type=type_)
     except msgspec.DecodeError as error:
         raise RequestRefusedError(str(error)) from error
+
+
+class BootstrapApplication:
+    """Mooncake's bootstrap server of one engine: which KV engine is behind each rank."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.read_body()
+        if exchange.path != "/query":
+            await _refuse_route(exchange, 404)
+            return
+        ids = self._engine.engine_ids
+        workers = {
+            str(rank): {"engine_id": each, "worker_addr": {"0": {"0": f"tcp://worker:{rank}"}}}
+            for rank, each in enumerate(ids)
+        }
+        await exchange.send_json(workers)
 
 
 async def _refuse_route(exchange: Exchange, status: int) -> None:

@@ -4,13 +4,11 @@ Unknown fields are accepted. What pydantic refuses on its own (types, required f
 "Bad Request"; what the engine refuses after reading the body is a "BadRequestError".
 """
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from simulator.core.errors import InvalidBodyError, RequestRefusedError
-from simulator.core.types import RemotePrefill
 
 _LONGEST_SALT = 1024
 _MOST_CHOICES = 128
@@ -183,35 +181,6 @@ def check_limits(body: GenerationBody, prompt_tokens: int, context_tokens: int) 
             param="min_tokens",
         )
     return most
-
-
-def read_remote_prefill(params: Mapping[str, Any] | None) -> RemotePrefill | None:
-    """Return where the blocks wait, or None if the parameters don't say so in full."""
-    if not params or not params.get("do_remote_prefill"):
-        return None
-    engine_id = params.get("remote_engine_id")
-    named = ("remote_block_ids", "remote_host", "remote_port")
-    if not isinstance(engine_id, str) or any(params.get(name) is None for name in named):
-        return None
-    request_id, cached = (
-        params.get("remote_request_id"),
-        params.get("remote_prefill_cached_tokens"),
-    )
-    return RemotePrefill(
-        engine_id=engine_id,
-        request_id=request_id if isinstance(request_id, str) else None,
-        block_ids=_flatten(params["remote_block_ids"]),
-        prefill_cached_tokens=cached if isinstance(cached, int) else None,
-    )
-
-
-def _flatten(block_ids: object) -> tuple[int, ...]:
-    """Releases differ: a flat list, or one list per group of which we have one."""
-    if not isinstance(block_ids, list):
-        return ()
-    if block_ids and isinstance(block_ids[0], list):
-        return tuple(block_ids[0])
-    return tuple(block_ids)
 
 
 def _check_range(name: str, value: int | None, *, least: int, most: int | None = None) -> None:

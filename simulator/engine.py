@@ -2,14 +2,16 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import zmq.asyncio
 
 from simulator.core.engine import EngineCore
 from simulator.core.errors import OverloadedError, RequestRefusedError, UnknownModelError
 from simulator.core.event_faults import EventFaults
+from simulator.core.handover import Handover, Side, read_handover
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import SideChannel, TransferDirectory
 from simulator.core.types import RemotePrefill
@@ -41,6 +43,17 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where an engine's other halves are found."""
+
+    side_port: int
+    """Of the first rank; no socket is behind it."""
+    bootstrap_url: str
+    decodes: bool = False
+    """It only consumes what others compute (`kv_role`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedRequest:
     """What came in, for tests to look at."""
 
@@ -62,9 +75,12 @@ class SimulatedEngine:
     """The state behind one HTTP port."""
 
     def __init__(
-        self, settings: EngineSettings, surroundings: Surroundings, *, side_channel_port: int
+        self, settings: EngineSettings, surroundings: Surroundings, places: Places
     ) -> None:
         self.settings = settings
+        self.places = places
+        self.engine_id = f"{surroundings.randomness.getrandbits(128):032x}"
+        """Without the end that tells its ranks apart."""
         self.wall_clock = surroundings.wall_clock
         self.clock = surroundings.clock
         self.received: deque[ReceivedRequest] = deque(maxlen=_REMEMBERED_REQUESTS)
@@ -74,29 +90,40 @@ class SimulatedEngine:
         self._directory = surroundings.directory
         self._random = surroundings.randomness
         self._engine_ids: list[str] = []
+        self._sides: list[Side] = []
         self._next_adapter_id = 1
         self.adapters: dict[str, Adapter] = {}
         for name in settings.adapters:
             self.load_adapter(name, f"/adapters/{name}")
-        self._side_channel_port = side_channel_port
         self.ranks = [self._create_rank(rank, surroundings) for rank in range(settings.dp_size)]
 
     def _create_rank(self, rank: int, surroundings: Surroundings) -> EngineRank:
         settings = self.settings
-        engine_id = f"{self.random_hex(32)}_dp{rank}"
+        engine_id = f"{self.engine_id}_dp{rank}" if settings.dp_size > 1 else self.engine_id
         self._engine_ids.append(engine_id)
+        channel = SideChannel(
+            engine_id=engine_id,
+            host=settings.side_channel_host or surroundings.dialable_host,
+            port=self.places.side_port + rank,
+            rank=rank,
+        )
         core = EngineCore(
             settings,
             none_hash=self._none_hash(),
-            channel=SideChannel(
-                engine_id=engine_id,
-                host=settings.side_channel_host or surroundings.dialable_host,
-                port=self._side_channel_port + rank,
-            ),
+            channel=channel,
             directory=surroundings.directory,
+        )
+        self._sides.append(
+            Side(
+                settings=settings,
+                channel=channel,
+                directory=self._directory,
+                decodes=self.places.decodes,
+            )
         )
         if settings.side_channel_host in {None, surroundings.dialable_host}:
             surroundings.directory.enter(engine_id, core.reservations)
+        surroundings.directory.register(self.places.bootstrap_url, engine_id)
         publisher = EventPublisher(
             settings, rank=rank, context=surroundings.context, wall_clock=surroundings.wall_clock
         )
@@ -198,6 +225,17 @@ class SimulatedEngine:
                 f"The server is overloaded: {in_flight} requests are in flight, at most {limit} "
                 "are accepted. Please retry later."
             )
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """Of the KV engines of its ranks, in their order."""
+        return list(self._engine_ids)
+
+    def read_handover(
+        self, rank: EngineRank, request_id: str, params: Mapping[str, Any] | None
+    ) -> Handover:
+        """What a request's parameters mean on the rank that runs it."""
+        return read_handover(self._sides[self.ranks.index(rank)], request_id, params)
 
     def decline_transfer(self, remote: RemotePrefill | None) -> None:
         """A request with blocks elsewhere was refused: from 0.21 on the other engine is told."""

@@ -153,6 +153,29 @@ def render_state(engine: SimulatedEngine) -> dict[str, object]:
     }
 
 
+def render_server_info(engine: SimulatedEngine) -> dict[str, object]:
+    """Return what development mode tells, as far as transfers are concerned."""
+    settings = engine.settings
+    return {
+        "vllm_config": {
+            "kv_transfer_config": {
+                "kv_connector": settings.kv_connector,
+                "engine_id": engine.engine_id if settings.kv_connector else None,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "data_parallel_size": settings.dp_size,
+                "data_parallel_rank": 0,
+            },
+        },
+        "vllm_env": {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "localhost",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": engine.places.side_port,
+        },
+    }
+
+
 def _render_rank_state(rank: EngineRank, now_s: float) -> dict[str, object]:
     rank.core.expire(now_s)
     load, counts = rank.core.load(), rank.core.statistics

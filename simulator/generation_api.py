@@ -11,10 +11,10 @@ from simulator.bodies import (
     check_generation,
     check_limits,
     decode_body,
-    read_remote_prefill,
 )
 from simulator.core.errors import GenerationFailedError, RequestRefusedError
 from simulator.core.generation import seed_answer
+from simulator.core.handover import Handover, read_remote_prefill
 from simulator.core.types import EngineRequest
 from simulator.engine import SimulatedEngine
 from simulator.exchange import Exchange
@@ -73,12 +73,12 @@ def _prepare(
     choices = _create_choices(engine, body, prompts, response_id)
     requests = [
         _create_request(
-            engine,
             exchange,
             body,
             choice,
             max_tokens=limits[choice.index // per_prompt],
-            adapter=(adapter, adapter_id),
+            adapter=(adapter, adapter_id, engine.hashed_of_adapter(adapter)),
+            handover=engine.read_handover(rank, choice.request_id, body.kv_transfer_params),
         )
         for choice in choices
     ]
@@ -125,15 +125,14 @@ def _create_choices(
 
 
 def _create_request(
-    engine: SimulatedEngine,
     exchange: Exchange,
     body: CompletionBody | ChatBody,
     choice: Choice,
     *,
     max_tokens: int,
-    adapter: tuple[str | None, int | None],
+    adapter: tuple[str | None, int | None, str | None],
+    handover: Handover,
 ) -> EngineRequest:
-    params = body.kv_transfer_params if engine.settings.kv_connector else None
     session_id = exchange.headers.get("x-session-id") or body.session_id
     return EngineRequest(
         request_id=choice.request_id,
@@ -145,13 +144,13 @@ def _create_request(
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         lora_name=adapter[0],
         lora_id=adapter[1],
-        lora_hashed=engine.hashed_of_adapter(adapter[0]),
+        lora_hashed=adapter[2],
         cache_salt=body.cache_salt,
         session_id=session_id,
         reads_cache=_reads_cache(body),
         reports_full=body.reports_full,
-        keeps_blocks=bool(params and params.get("do_remote_decode")),
-        remote=read_remote_prefill(params),
+        keep=handover.keep,
+        remote=handover.remote,
     )
 
 

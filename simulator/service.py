@@ -14,12 +14,12 @@ from typing import Literal, Self
 import msgspec
 import zmq.asyncio
 
-from simulator.application import EngineApplication
+from simulator.application import BootstrapApplication, EngineApplication
 from simulator.core.errors import SettingsError
 from simulator.core.event_faults import EventFaults
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import TransferDirectory
-from simulator.engine import SimulatedEngine, Surroundings
+from simulator.engine import Places, SimulatedEngine, Surroundings
 from simulator.http_server import HttpServer
 
 Role = Literal["prefill", "decode", "mixed"]
@@ -58,12 +58,13 @@ class FleetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ports:
-    """The ports of one engine, kept over restarts; a rank adds its number to all but the first."""
+    """The ports of one engine, kept over restarts; a rank adds its number to all but two."""
 
     http: int
     events: int
     replay: int
     side_channel: int
+    bootstrap: int
 
 
 class RunningEngine:
@@ -84,12 +85,39 @@ class RunningEngine:
         self._surroundings = surroundings
         self._engine: SimulatedEngine | None = None
         self._server: HttpServer | None = None
+        self._bootstrap: HttpServer | None = None
         self._side_channels: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
         return f"http://{self._surroundings.dialable_host}:{self._ports.http}"
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Mooncake: where a prefill engine's bootstrap server listens."""
+        return self._ports.bootstrap
+
+    @property
+    def side_port(self) -> int:
+        """NIXL, offloading: of the first rank's side channel."""
+        return self._places.side_port
+
+    @property
+    def zmq_address(self) -> str:
+        """MoRI-IO, P2P-NCCL: as it would register itself."""
+        host, port = self._surroundings.dialable_host, self.side_port
+        if self.settings.kv_connector == "p2p_nccl":
+            return f"{host}:{port}"
+        return f"host:{host},handshake:{port},notify:{port}"
+
+    @property
+    def _places(self) -> Places:
+        return Places(
+            side_port=self._ports.side_channel,
+            decodes=self.role == "decode",
+            bootstrap_url=f"http://{self._surroundings.dialable_host}:{self._ports.bootstrap}",
+        )
 
     @property
     def events_endpoint(self) -> str:
@@ -124,9 +152,7 @@ class RunningEngine:
     async def start(self, group: asyncio.TaskGroup) -> None:
         """Begin a new life: empty caches, sequence numbers from 0, the same ports."""
         listener = _listen(self._surroundings.host, self._ports.http)
-        engine = SimulatedEngine(
-            self.settings, self._surroundings, side_channel_port=self._ports.side_channel
-        )
+        engine = SimulatedEngine(self.settings, self._surroundings, self._places)
         application = EngineApplication(engine, self._render_sources())
         server = HttpServer(application, keep_alive_s=self.settings.keep_alive_s)
         try:
@@ -135,6 +161,7 @@ class RunningEngine:
             if self.settings.events:
                 await self._open_publishers(engine)
             await server.start(listener)
+            await self._start_bootstrap(engine)
         except BaseException:
             # An open ZMQ socket would keep the whole process from ending.
             engine.close()
@@ -146,11 +173,23 @@ class RunningEngine:
             self._tasks.append(group.create_task(rank.publisher.run_replay()))
         self._engine, self._server = engine, server
 
+    async def _start_bootstrap(self, engine: SimulatedEngine) -> None:
+        """Mooncake: the server that tells a prefill engine's ids."""
+        if self.settings.kv_connector != "mooncake" or self.role != "prefill":
+            return
+        self._bootstrap = HttpServer(
+            BootstrapApplication(engine), keep_alive_s=self.settings.keep_alive_s
+        )
+        await self._bootstrap.start(_listen(self._surroundings.host, self._ports.bootstrap))
+
     async def stop(self) -> None:
         """Die as a killed process does: connections are cut, caches are gone."""
         if self._engine is None or self._server is None:
             return
         await self._server.stop()
+        if self._bootstrap is not None:
+            await self._bootstrap.stop()
+            self._bootstrap = None
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -275,7 +314,7 @@ def _create_engines(
 ) -> tuple[RunningEngine, ...]:
     # One stretch for the whole fleet, so that no two of its engines can pick the same port.
     first_port = base_port or _find_free_ports(
-        surroundings, len(spec.roles) * (1 + 3 * settings.dp_size)
+        surroundings, len(spec.roles) * (2 + 3 * settings.dp_size)
     )
     numbers = dict.fromkeys(_ROLES.values(), 0)
     engines = []
@@ -288,7 +327,7 @@ def _create_engines(
 
 
 def _choose_ports(settings: EngineSettings, base_port: int, index: int, engines: int) -> _Ports:
-    """Count up from the base port: HTTP first, then events, replay, side channels."""
+    """Count up from the base port: HTTP, events, replay, side channels, bootstrap servers."""
     ranks = settings.dp_size
     events = base_port + engines + index * ranks
     return _Ports(
@@ -296,6 +335,7 @@ def _choose_ports(settings: EngineSettings, base_port: int, index: int, engines:
         events=events,
         replay=events + engines * ranks,
         side_channel=events + 2 * engines * ranks,
+        bootstrap=base_port + engines * (1 + 3 * ranks) + index,
     )
 
 

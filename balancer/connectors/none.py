@@ -1,16 +1,15 @@
 """No PD connector: one instance prefills and decodes. The planner never splits its requests."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from balancer.connectors.contract import LegContext, LegRequest, NoTransferError
+from balancer.connectors.contract import Connector, LegContext, LegRequest, NoTransferError
 
 
-class NoConnector:
+class NoConnector(Connector):
     """What a mixed instance has; also the default of a decode instance left unconfigured."""
 
     name = "none"
-    style: Literal["serial", "concurrent"] = "serial"
 
     def prefill_leg(self, context: LegContext) -> LegRequest:
         """There is nothing to hand over, so a prefill leg would be work thrown away."""

@@ -4,13 +4,14 @@ Frozen values; every number has its unit in its name and is checked when it is d
 """
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from xxhash import xxh32_hexdigest
 
 from balancer.core.fleet import NO_CONNECTOR, Instance, Role
-from balancer.core.settings_errors import Secret
+from balancer.core.settings_errors import ConfigError, Secret
+from balancer.core.transfer_settings import read_transfer
 from indexer.core.addresses import parse_instance_id
 from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId
@@ -34,6 +35,8 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     connector: str | None = None
     """How the KV cache is handed from one leg to the other (docs/connectors.md). Default: `nixl`
     for prefill and decode, `none` for mixed."""
+    transfer: dict[str, Any] = {}
+    """Settings of that connector for this instance, where it has any: below."""
     ranks: PositiveInt | None = None
     """Data-parallel ranks behind this address. Default: what the engine's `/kv_event_sources`
     lists (0.31 and later), else 1."""
@@ -48,11 +51,17 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`false`: watched, but gets no requests."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an address that can't be used."""
+        """Raise ValueError for an address or connector settings that can't be used."""
         try:
             parse_instance_id(self.url)
         except ValueError as error:
             raise ValueError(f"url: {error}") from error
+        if not self.transfer and self.connector_name != "multi":
+            return
+        try:
+            read_transfer(self.connector_name, self.transfer)
+        except ConfigError as error:
+            raise ValueError(f"transfer: {error}") from error
 
     @property
     def id(self) -> InstanceId:
@@ -63,16 +72,21 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Its alias. One made of the address would tell clients the address."""
         return self.alias or f"{self.role.value}-{xxh32_hexdigest(self.id.encode())}"
 
+    @property
+    def connector_name(self) -> str:
+        """As configured, else what instances of its role usually have."""
+        return self.connector or (NO_CONNECTOR if self.role is Role.MIXED else "nixl")
+
     def instance(self) -> Instance:
         """The instance before anything was seen of it."""
-        default_connector = NO_CONNECTOR if self.role is Role.MIXED else "nixl"
         return Instance(
             id=self.id,
             alias=self.name,
             role=self.role,
             ranks=tuple(range(self.rank_base, self.rank_base + (self.ranks or 1))),
             rank_base=self.rank_base,
-            connector=self.connector or default_connector,
+            connector=self.connector_name,
+            transfer=read_transfer(self.connector_name, self.transfer),
             enabled=self.enabled,
             unhealthy_reason="not_probed",
         )

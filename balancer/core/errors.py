@@ -17,6 +17,7 @@ BalancerError
 │   ├── EngineProtocolError 502      its bytes were not HTTP
 │   ├── EngineRefusedError (status of the engine)   it answered 4xx/5xx before any byte went out
 │   └── StreamCutError 502           it died after the first byte: never retried
+├── LeaseEndedError 503     the decode leg came too late for the blocks of its prefill leg
 ├── PrefillFailedError 503  no prefill leg succeeded and local prefill isn't allowed
 └── ClientGoneError 499     the client went away; nothing is answered
 """
@@ -222,6 +223,15 @@ class StreamCutError(EngineError):
     """The engine died in the middle of its answer. The client has bytes already: no retry."""
 
     code = "stream_cut"
+
+
+class LeaseEndedError(BalancerError):
+    """What the prefill engine kept may be gone: both legs have to run again. Nobody's fault."""
+
+    status = 503
+    retryable = True
+    type = "ServiceUnavailableError"
+    code = "lease_ended"
 
 
 class PrefillFailedError(BalancerError):

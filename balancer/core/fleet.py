@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+import msgspec
+
 from balancer.core.transfer_facts import NO_FACTS, TransferFacts
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId
@@ -50,6 +52,8 @@ class Instance:
     """Global number of the first rank: `X-data-parallel-rank` wants `rank - rank_base`."""
     connector: str = NO_CONNECTOR
     """Name of the PD connector, a key of the connectors given to the router."""
+    transfer: msgspec.Struct | None = None
+    """Its `transfer:` settings, of the connector's own type (`core.transfer_settings`)."""
     facts: TransferFacts = NO_FACTS
     """What was learned of its side of transfers in its present life."""
     healthy: bool = False

@@ -11,6 +11,7 @@ from balancer.core.http_headers import Headers
 from balancer.core.model_lookup import find_model
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.rewrite import (
+    CONVERSATION,
     check_generate_body,
     decode_body,
     encode_body,
@@ -26,6 +27,7 @@ def read_generate(
     body = decoded.value
     check_generate_body(endpoint, body)
     clean = without_forbidden(body)
+    conversation = body.get(CONVERSATION)
     meant = find_model(fleet, clean.get("model"))
     return GenerateRequest(
         request_id=request_id,
@@ -36,5 +38,6 @@ def read_generate(
         model=meant.model,
         base_model=meant.base_model,
         lora=meant.lora,
+        conversation=conversation if isinstance(conversation, str) else None,
         is_unicode=decoded.is_unicode,
     )

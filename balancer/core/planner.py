@@ -7,7 +7,9 @@ Rules:
    and one that would be sent it compare in the same seconds.
 2. Prefill comes only from ranks whose connector is the decode instance's; `none` hands over
    nothing. A decode instance whose connector no prefill instance has prefills itself.
-3. Same input, same plan, whatever the order of candidates.
+3. Where a connector pairs ranks, the cheapest prefill rank of the decode rank's number is taken,
+   if there is one.
+4. Same input, same plan, whatever the order of candidates.
 
 Cost: two estimates and sorts; 64 + 64 candidates in under 1 ms.
 """
@@ -69,6 +71,8 @@ class Planner:
         chosen = considered[0].candidate
         verdict = allowed[chosen.rank]
         passed = sources[chosen.instance.connector] if verdict.remote else []
+        if chosen.instance.connector in facts.paired:
+            passed = same_rank_first(passed, chosen.rank.rank)
         return RoutePlan(
             decode=considered[0],
             prefill=passed[0] if passed else None,
@@ -84,12 +88,19 @@ class Planner:
         shape: RequestShape,
         prefill: Sequence[LoadedCandidate],
         draw: TieBreak,
+        *,
+        paired: bool = False,
     ) -> RoutePlan | None:
-        """The same plan with another prefill rank out of `prefill`; None if none fits."""
+        """The same plan with another prefill rank out of `prefill`; None if none fits.
+
+        `paired`: its connector wants both legs on ranks of the same number.
+        """
         fitting = _by_connector(prefill).get(plan.decode.candidate.instance.connector, [])
         if not fitting:
             return None
         choices = self.policy.choose(prefill_shape(shape), fitting, draw)
+        if paired:
+            choices = same_rank_first(choices, plan.decode.candidate.rank.rank)
         return replace(plan, prefill=choices[0], considered_prefill=tuple(choices))
 
     def _sources(
@@ -132,6 +143,11 @@ def _nobody_prefills(facts: SplitFacts) -> FleetError:
 def prefill_shape(shape: RequestShape) -> RequestShape:
     """The request as a prefill leg: one token of output."""
     return replace(shape, max_output_tokens=1)
+
+
+def same_rank_first(choices: Sequence[Choice], rank: int) -> list[Choice]:
+    """The same choices, those on ranks of this number before the others."""
+    return sorted(choices, key=lambda choice: choice.candidate.rank.rank != rank)
 
 
 def _by_connector(prefill: Sequence[LoadedCandidate]) -> dict[str, list[LoadedCandidate]]:

@@ -3,13 +3,16 @@
 Rules, the first that applies decides:
 
 1. A mixed instance does everything itself.
-2. After prefill legs failed the decode instance does it all (the caller asked if that's allowed).
-3. What two legs can't serve, or an engine would refuse anyway, isn't split.
-4. The operator's `force: local`.
-5. A prompt shorter than one block has nothing to hand over.
-6. Up to `local_prefill_max_tokens` uncached tokens run where the decode is, unless
+2. An instance whose connector takes nothing without a prefill leg (`Connector.needs_prefill`) gets
+   one, or no request. Everything below is for the others.
+3. After prefill legs failed the decode instance does it all (the caller asked if that's allowed).
+4. What two legs can't serve, an engine would refuse anyway, or the instance's connector can't
+   hand over (`Connector.carries`), isn't split.
+5. The operator's `force: local`.
+6. A prompt shorter than one block has nothing to hand over.
+7. Up to `local_prefill_max_tokens` uncached tokens run where the decode is, unless
    `force: remote`. An unscorable prompt's tokens are guessed from the body's size, all uncached.
-7. Everything else takes a prefill leg. Where no prefill instance could ever hand over to this
+8. Everything else takes a prefill leg. Where no prefill instance could ever hand over to this
    one (none there, or each with another connector) it runs where the decode is; where they are
    all down that has to be allowed (`allow_local_on_failure`).
 """
@@ -23,6 +26,7 @@ import msgspec
 from balancer.core.fleet import Instance, Role
 from balancer.core.plan import Reason
 from balancer.core.routing_settings import PdSettings
+from indexer.core.types import InstanceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,12 @@ class SplitFacts:
     """Connectors of the fleet's prefill instances for the model, available or not."""
     prefill_full: bool = False
     """Some of them have no room. They are busy, not missing: nobody stands in for them."""
+    unfit: frozenset[InstanceId] = frozenset()
+    """Decode instances whose connector can't hand this request over."""
+    bound: frozenset[InstanceId] = frozenset()
+    """Decode instances that take no request without a prefill leg."""
+    paired: frozenset[str] = frozenset()
+    """Connectors that want both legs on ranks of the same number."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -61,13 +71,26 @@ def decide(
     """Judge one decode candidate that lacks `uncached_tokens` of the prompt."""
     if instance.role is not Role.DECODE:
         return Verdict(reason=Reason.AGGREGATED)
-    if local := _local_reason(facts, settings):
+    if instance.id in facts.bound:
+        return _bound_verdict(instance, has_prefill, facts)
+    if local := _local_reason(instance, facts, settings):
         return Verdict(reason=local)
     if settings.force != "remote" and uncached_tokens <= settings.local_prefill_max_tokens:
         return Verdict(reason=_cheap_reason(facts, settings))
     if not has_prefill:
         return _without_prefill(instance.connector, facts, settings)
     return Verdict(reason=_remote_reason(facts, settings), remote=True)
+
+
+def _bound_verdict(instance: Instance, has_prefill: bool, facts: SplitFacts) -> Verdict:
+    """For an engine that would wait for a hand-over, or take nothing for one."""
+    if facts.prefill_failed:
+        return Verdict(reason=Reason.PREFILL_FAILED, allowed=False)
+    if not facts.splittable or instance.id in facts.unfit:
+        return Verdict(reason=Reason.NOT_SPLITTABLE, allowed=False)
+    if not has_prefill:
+        return Verdict(reason=Reason.NO_PREFILL_INSTANCE, allowed=False)
+    return Verdict(reason=Reason.REMOTE_PREFILL, remote=True)
 
 
 def _without_prefill(connector: str, facts: SplitFacts, settings: PdSettings) -> Verdict:
@@ -80,10 +103,10 @@ def _without_prefill(connector: str, facts: SplitFacts, settings: PdSettings) ->
     return Verdict(reason=Reason.NO_PREFILL_INSTANCE)
 
 
-def _local_reason(facts: SplitFacts, settings: PdSettings) -> Reason | None:
+def _local_reason(instance: Instance, facts: SplitFacts, settings: PdSettings) -> Reason | None:
     if facts.prefill_failed:
         return Reason.PREFILL_FAILED
-    if not facts.splittable:
+    if not facts.splittable or instance.id in facts.unfit:
         return Reason.NOT_SPLITTABLE
     if settings.force == "local":
         return Reason.FORCED_LOCAL

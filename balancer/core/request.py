@@ -32,6 +32,8 @@ class GenerateRequest:
     base_model: str
     lora: str | None
     """The adapter's name if `model` is one."""
+    conversation: str | None = None
+    """The client's name for the conversation this is a turn of."""
     is_unicode: bool = True
     """False: some string of `body` holds a lone surrogate. Only the engine can say what then."""
 

@@ -4,7 +4,8 @@ Rules:
 
 1. A body in which nothing has to change reaches the engine byte for byte.
 2. What a client must not set is removed: `kv_transfer_params`, `ec_transfer_params`,
-   `vllm_xargs.kv_cache_report_mode`, a `request_id` that names engines.
+   `vllm_xargs.kv_cache_report_mode`, a `request_id` that names engines. So is what is meant for us:
+   `conversation_id`.
 3. Streams are asked for their usage (`stream_options.include_usage`), without switching on
    `continuous_usage_stats` that the client asked for in vain. Absent options are spliced in
    after the first brace; only present ones cost an encoding.
@@ -29,7 +30,9 @@ from balancer.core.errors import BadRequestError
 from balancer.core.http_headers import has_addresses
 from balancer.core.request import Endpoint
 
-_FORBIDDEN = ("kv_transfer_params", "ec_transfer_params")
+CONVERSATION = "conversation_id"
+"""Names a client's conversation to us; engines don't know it."""
+_FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", CONVERSATION)
 _REPORT_MODE = "kv_cache_report_mode"
 _SPLICE = b'{"stream_options":{"include_usage":true},'
 

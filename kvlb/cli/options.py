@@ -27,6 +27,11 @@ class SimulatedConnector(StrEnum):
     """How simulated engines hand over KV cache."""
 
     NIXL = "nixl"
+    NIXL_PUSH = "nixl_push"
+    MOONCAKE = "mooncake"
+    EXAMPLE = "example"
+    LMCACHE = "lmcache"
+    OFFLOADING = "offloading"
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
@@ -35,7 +40,8 @@ InstanceOption = Annotated[
     typer.Option(
         metavar="URL[,NAME=VALUE…]",
         help="An engine: `http://host:port`, then any of `events=tcp://…`, `replay=tcp://…`, "
-        "`role=prefill|decode|mixed`, `alias=…`, `connector=NAME`, `ranks=N`, `rank_base=N`. "
+        "`role=prefill|decode|mixed`, `alias=…`, `connector=NAME`, "
+        "`transfer.KEY=VALUE`, `ranks=N`, `rank_base=N`. "
         "Repeatable.",
     ),
 ]

@@ -46,7 +46,8 @@ def simulate(  # noqa: PLR0913 - an argument is an option
     connector: Annotated[
         SimulatedConnector | None,
         typer.Option(
-            help="Let mixed engines hand over KV cache, too; prefill and decode engines do."
+            help="How KV cache is handed over, by mixed engines, too; `nixl` between prefill and "
+            "decode engines if not said."
         ),
     ] = None,
 ) -> None:
@@ -74,7 +75,7 @@ def simulate(  # noqa: PLR0913 - an argument is an option
             cache_blocks=cache_blocks,
             release=release,
             adapters=tuple(adapter or ()),
-            connector=connector,
+            connector=connector.value if connector is not None else None,
         ),
     )
 

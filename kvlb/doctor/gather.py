@@ -233,6 +233,7 @@ def _told(entry: InstanceEntry) -> Told:
         url=entry.id,
         role=entry.role,
         connector=instance.connector,
+        transfer=instance.transfer,
         events=entry.events,
         replay=entry.replay,
         binds=entry.direction == "bind",

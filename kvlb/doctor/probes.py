@@ -8,12 +8,13 @@ stay reserved.
 import asyncio
 import os
 import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from balancer.connectors.available import connectors
-from balancer.connectors.contract import LegContext, NoTransferError
+from balancer.connectors.contract import Connector, LegContext, NoTransferError
 from balancer.core.fleet import Instance, Role
 from indexer.core.addresses import parse_instance_id
 from indexer.core.model_cards import ServedModels
@@ -84,12 +85,13 @@ async def hand_over(
     """A prefill leg, and its decode leg if there is an instance for it."""
     told, engine = prefill
     connector = connectors().get(told.connector)
-    if connector is None or connector.style != "serial" or connector.name == "none":
+    if connector is None or connector.name == "none":
         return None
     body = {"model": model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
     target, other = decode if decode is not None else prefill
     context = LegContext(
         request_id="kvlb-doctor",
+        attempt_id=uuid.uuid4().hex,
         path=PATH,
         body=body,
         prefill=_instance(told),
@@ -97,25 +99,31 @@ async def hand_over(
         decode=_instance(target),
         decode_rank=0,
     )
+    if connector.style(context) == "concurrent":
+        return None
     try:
-        answer = await engine.post(PATH, connector.prefill_leg(context).body)
-    except CallFailedError as error:
+        leg = connector.prefill_leg(context)
+        if leg.request_id is not None:
+            return None  # such engines find each other by ids, which aren't sent from here
+        answer = await engine.post(PATH, leg.body)
+        decoded = _decode_body(connector, context, answer)
+    except (CallFailedError, NoTransferError) as error:
         return Transfer(problem=str(error))
-    if not answer.is_ok or not isinstance(answer.body, Mapping):
-        return Transfer(problem=f"status {answer.status}")
-    try:
-        leg = connector.decode_leg(context, answer.body)
-    except NoTransferError as error:
-        return Transfer(problem=str(error))
-    host, port = _offered_at(leg.body)
+    host, port = _offered_at(decoded)
     return Transfer(
         host=host,
         port=port,
         dial_problem=None if host is None or port is None else await dial_problem(host, port),
         decode=None if decode is None else target.name,
         decode_host="" if decode is None else (urlsplit(target.url).hostname or ""),
-        decode_problem=None if decode is None else await _decode_problem(other, leg.body),
+        decode_problem=None if decode is None else await _decode_problem(other, decoded),
     )
+
+
+def _decode_body(connector: Connector, context: LegContext, answer: Answer) -> Mapping[str, Any]:
+    if not answer.is_ok or not isinstance(answer.body, Mapping):
+        raise NoTransferError(f"status {answer.status}")
+    return connector.decode_leg(context, answer.body).body
 
 
 async def _decode_problem(engine: EngineHttp, body: Mapping[str, Any]) -> str | None:
@@ -159,4 +167,5 @@ def _instance(told: Told) -> Instance:
         alias=told.name,
         role=Role(told.role),
         connector=told.connector,
+        transfer=told.transfer,
     )

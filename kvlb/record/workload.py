@@ -5,6 +5,7 @@ moves on: caches are hit whole, in part and not at all.
 """
 
 import asyncio
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -121,10 +122,9 @@ class Player:
         self, prefill: Station, decode: Station, body: Mapping[str, Any], label: str
     ) -> Exchanged:
         connector = connectors()[prefill.instance.connector]
-        if connector.style != "serial":
-            raise SettingsError(f"connector {connector.name}: its legs can't be recorded yet")
         context = LegContext(
             request_id="kvlb-record",
+            attempt_id=uuid.uuid4().hex,
             path=(Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS).value,
             body=body,
             prefill=prefill.instance,
@@ -133,6 +133,8 @@ class Player:
             decode_rank=decode.source.rank.rank,
         )
         leg = connector.prefill_leg(context)
+        if connector.style(context) == "concurrent" or leg.request_id is not None:
+            raise SettingsError(f"connector {connector.name}: its legs can't be recorded yet")
         first = await self._ask(prefill, leg.body, f"{label} [P]")
         answer = first.answer
         if answer is None or not answer.is_ok or not isinstance(answer.body, Mapping):

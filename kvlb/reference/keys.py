@@ -15,6 +15,7 @@ import msgspec
 from msgspec import inspect
 from msgspec.structs import FieldInfo
 
+from balancer.core.transfer_settings import STRUCTS
 from kvlb.reference.docstrings import field_docstrings, paragraphs
 from kvlb.reference.kinds import default, kind, without_null
 from kvlb.settings import KvlbSettings
@@ -62,6 +63,14 @@ def sections() -> tuple[Section, ...]:
             for field in _fields(KvlbSettings)
             if (item := _item(_type(field))) is not None and field.name != "instances"
         ),
+    )
+
+
+def transfer_sections() -> tuple[Section, ...]:
+    """What may stand under an instance's `transfer`, connector by connector."""
+    return tuple(
+        _section(f"transfer.{name}", inspect.type_info(struct), prefix="")
+        for name, struct in sorted(STRUCTS.items())
     )
 
 

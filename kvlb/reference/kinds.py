@@ -29,8 +29,8 @@ def kind(name: str, type_: inspect.Type) -> str:
             return _choice([str(word) for word in words])
         case inspect.EnumType(cls=enum):
             return _choice([str(member.value) for member in enum])
-        case inspect.DictType(key_type=key, value_type=value):
-            return f"mapping: {kind('', key)} → {kind('', value)}"
+        case inspect.DictType() as mapping:
+            return _mapping(mapping)
         case inspect.VarTupleType(item_type=item):
             return f"list: {kind('', item)}"
         case simple:
@@ -73,6 +73,12 @@ def _number(name: str, type_: inspect.IntType | inspect.FloatType) -> str:
 def _choice(words: list[str]) -> str:
     *rest, last = (f"`{word}`" for word in words)
     return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def _mapping(type_: inspect.DictType) -> str:
+    if isinstance(type_.value_type, inspect.AnyType):
+        return "mapping"  # what may stand in it is said elsewhere
+    return f"mapping: {kind('', type_.key_type)} → {kind('', type_.value_type)}"
 
 
 def _figure(value: float) -> str:

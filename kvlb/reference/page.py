@@ -7,7 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from balancer.core.settings_errors import nearest
 from kvlb.errors import SettingsError
-from kvlb.reference.keys import sections
+from kvlb.reference.keys import sections, transfer_sections
 from kvlb.settings import KvlbSettings
 
 WIDTH = 130
@@ -19,13 +19,17 @@ def render_page() -> str:
     instances, top, *others = sections()
     page = _environment().get_template("configuration.md.j2")
     return page.render(
-        instances=instances, top=top, sections=others, reloadable=KvlbSettings.reloadable()
+        instances=instances,
+        transfers=transfer_sections(),
+        top=top,
+        sections=others,
+        reloadable=KvlbSettings.reloadable(),
     )
 
 
 def render_section(name: str) -> str:
     """What stands under one key of the top of the file. Raises SettingsError if there is none."""
-    known = {each.name: each for each in sections() if each.name}
+    known = {each.name: each for each in (*sections(), *transfer_sections()) if each.name}
     if name not in known:
         raise SettingsError(f"no section `{name}`{nearest(name, list(known))}")
     macros = _environment().get_template("section.md.j2")

@@ -12,8 +12,8 @@ Rules:
 2. A request whose last computed token is its newest samples one token. The token sampled last has
    no KV; a block is announced when the step that fills it is scheduled.
 3. If a running request finds no block, the one admitted last loses its blocks and waits again.
-4. A prompt whose blocks come from another engine waits apart from the queue; when they have come
-   it has `n - 1` tokens and computes the last one here.
+4. A prompt whose blocks come from elsewhere waits apart from the queue; when they have come what
+   is missing, at least the last token, is computed here.
 5. A step takes `inter_token_ms` plus the time of its prompt tokens at `prefill_tokens_per_s`.
 
 Cost: O(running requests) per step plus O(blocks touched).
@@ -23,6 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from simulator.core.blocks import BlockPool
+from simulator.core.errors import EngineDiedError
 from simulator.core.kv_cache import KvCache
 from simulator.core.live_request import LiveRequest
 from simulator.core.loading import Loader
@@ -35,7 +36,14 @@ from simulator.core.transfer import (
     TransferDirectory,
     render_transfer_params,
 )
-from simulator.core.types import EngineRequest, FinishReason, KvEvent, StepResult, TokenOutput
+from simulator.core.types import (
+    EngineRequest,
+    FinishReason,
+    Keep,
+    KvEvent,
+    StepResult,
+    TokenOutput,
+)
 
 # Not in 0.16, in 0.32; the release between them is a guess.
 _FIRST_RELEASE_REUSING_EMPTY_BLOCKS = (0, 20, 0)
@@ -70,6 +78,7 @@ class EngineCore:
     ) -> None:
         self._settings = settings
         self._channel = channel
+        self._directory = directory
         self._reports_full = settings.release >= _FIRST_RELEASE_REPORTING_FULL
         self._pool = BlockPool(
             settings.num_blocks,
@@ -81,6 +90,9 @@ class EngineCore:
         self._loader = Loader(settings, self._cache, directory, self.statistics)
         self._waiting: deque[LiveRequest] = deque()
         self._running: list[LiveRequest] = []
+        self.is_dead = False
+        """It has met what an engine dies of: every request fails from now on."""
+        directory.listen(channel, self._cache)
 
     @property
     def has_work(self) -> bool:
@@ -104,7 +116,10 @@ class EngineCore:
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Put a request at the end of the queue."""
         live = LiveRequest(request)
-        self._loader.accept(live, now_s)
+        try:
+            self._loader.accept(live, now_s)
+        except EngineDiedError:
+            self.is_dead = True
         self._waiting.append(live)
 
     def abort(self, request_id: str) -> bool:
@@ -134,6 +149,10 @@ class EngineCore:
         ready, failed = self._loader.finish(now_s)
         outputs = [self._fail(live) for live in failed]
         self._waiting.extendleft(reversed(ready))
+        if self.is_dead:
+            outputs += [self._fail(live) for live in (*self._waiting, *self._running)]
+            self._waiting.clear()
+            self._running.clear()
         step = _Step(self._settings.max_num_batched_tokens, [])
         if self._schedule_running(step):
             self._schedule_waiting(step, now_s)
@@ -278,18 +297,40 @@ class EngineCore:
     ) -> dict[str, object] | None:
         """Free the blocks of a finished request, or keep them for a decode engine."""
         self.statistics.count_finished(reason)
-        if not live.request.keeps_blocks:
+        self._write_storage(live)
+        keep = live.request.keep or (Keep() if live.request.keeps_blocks else None)
+        if keep is None or reason not in keep.reasons:
             self._cache.free(live)
             return None
+        blocks: list[int] = []
+        if keep.copies:
+            self._cache.free(live)
+        else:
+            blocks = self._cache.disown(live)
         kept = self.reservations.reserve(
-            live.request.request_id,
-            self._cache.disown(live),
+            keep.key or live.request.request_id,
+            blocks,
             live.tokens[: live.computed],
             end_s,
+            lease_s=keep.lease_s,
         )
+        if keep.tells is None:
+            return None
         return render_transfer_params(
-            self._settings, self._channel, kept, cached_tokens=live.cached_tokens or 0
+            self._settings,
+            self._channel,
+            kept,
+            cached_tokens=live.cached_tokens or 0,
+            tells=keep.tells,
         )
+
+    def _write_storage(self, live: LiveRequest) -> None:
+        storage, settings = self._directory.storage, self._settings
+        prompt, extra = live.tokens[: live.prompt_tokens], live.extra_keys(0)
+        if settings.kv_connector == "example" and not live.is_loaded:
+            storage.write_prompt(prompt, settings.block_size, extra)
+        elif settings.kv_connector == "lmcache":
+            storage.write_chunks(prompt, extra)
 
     def _fail(self, live: LiveRequest) -> TokenOutput:
         self._cache.free(live)

@@ -9,6 +9,10 @@ class SettingsError(SimulatorError):
     """A setting cannot work; the message names it."""
 
 
+class EngineDiedError(SimulatorError):
+    """The engine would have died of a request."""
+
+
 class RequestRefusedError(SimulatorError):
     """The engine answers with an error instead of running the request."""
 

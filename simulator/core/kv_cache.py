@@ -36,6 +36,15 @@ class KvCache:
             hit.append(block_id)
         return hit
 
+    def count_known(self, live: LiveRequest) -> int:
+        """Leading blocks of another engine's request that are cached here, under equal hashes."""
+        count = 0
+        for block_hash in live.hashes[: (len(live.tokens) - 1) // self._block_size]:
+            if self._pool.find(block_hash) is None:
+                break
+            count += 1
+        return count
+
     def allocate(self, live: LiveRequest, total_tokens: int, hit: Sequence[int] = ()) -> bool:
         """Make room for the first `total_tokens` tokens, reusing `hit`; False if there is none."""
         needed = -(-total_tokens // self._block_size) - len(live.blocks) - len(hit)

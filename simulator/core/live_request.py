@@ -26,12 +26,14 @@ class LiveRequest:
         "is_loaded",
         "is_recomputing",
         "load_until_s",
+        "loaded_tokens",
         "preemptions",
         "prompt_tokens",
         "registered",
         "remote",
         "request",
         "tokens",
+        "waits_until_s",
     )
 
     def __init__(self, request: EngineRequest) -> None:
@@ -47,6 +49,8 @@ class LiveRequest:
         self.preemptions = 0
         self.remote = request.remote
         self.load_until_s = math.inf
+        self.loaded_tokens = 0
+        self.waits_until_s: float | None = None
         self.heartbeat_due_s = math.inf
         self.is_loaded = False
         self.is_recomputing = False

@@ -11,6 +11,10 @@ import msgspec
 
 from simulator.core.errors import SettingsError
 
+ConnectorName = Literal[
+    "example", "lmcache", "mooncake", "moriio", "nixl", "nixl_push", "offloading", "p2p_nccl"
+]
+
 Version = tuple[int, int, int]
 """A release as (major, minor, patch); compares as releases do."""
 
@@ -46,8 +50,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     transfer_tokens_per_s: float = 200_000.0
     transfer_latency_ms: float = 2.0
     kv_lease_s: float = 30.0
-    kv_connector: Literal["nixl"] | None = None
+    kv_connector: ConnectorName | None = None
     """Without one, `kv_transfer_params` are ignored."""
+    bidirectional: bool = False
+    """NIXL: a decode engine keeps its blocks for the next turn's prefill."""
+    decoder_kv_blocks_ttl_s: float = 480.0
+    transfer_abort_s: float = 480.0
+    """How long one side waits for the other where they find each other by name."""
+    reads: bool = False
+    """MoRI-IO's `read_mode`."""
+    randomizes_ids: bool = True
+    """False is `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1`."""
     dp_size: int = 1
     api_key: str | None = None
     hash_seed: str | None = None
@@ -115,6 +128,8 @@ _POSITIVE = (
     "prefill_tokens_per_s",
     "transfer_tokens_per_s",
     "kv_lease_s",
+    "decoder_kv_blocks_ttl_s",
+    "transfer_abort_s",
     "dp_size",
     "buffer_steps",
     "keep_alive_s",

@@ -1,4 +1,4 @@
-"""Blocks that one engine keeps for another: the pull side of the nixl connector.
+"""Blocks that one engine keeps for another, and how it is found: what side channels are for.
 
 Rules:
 
@@ -9,6 +9,8 @@ Rules:
 3. Nothing checks a read against the lease: who comes late reads whatever is in those blocks. The
    engine counts it, and so does the reader, whose text is then wrong.
 
+4. Where both sides meet by name, blocks are kept under that name instead of the request's id.
+
 Invariant: every reservation ends in exactly one of `released`, `expired`, or is still `open`.
 """
 
@@ -16,7 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from simulator.core.kv_cache import KvCache
 from simulator.core.settings import EngineSettings
+from simulator.core.storage import SharedStorage
 from simulator.core.types import RemotePrefill, TokenArray
 
 ReadResult = Literal["ok", "expired", "other_prompt"]
@@ -56,17 +60,27 @@ class Reservations:
         return len(self._open)
 
     def reserve(
-        self, request_id: str, blocks: list[int], tokens: TokenArray, now_s: float
+        self,
+        request_id: str,
+        blocks: list[int],
+        tokens: TokenArray,
+        now_s: float,
+        *,
+        lease_s: float | None = None,
     ) -> Reservation:
         """Keep blocks from now until somebody reads them or the lease ends."""
         kept = Reservation(
             request_id=request_id,
             block_ids=tuple(blocks),
             tokens=tokens,
-            expires_s=now_s + self.lease_s,
+            expires_s=now_s + (lease_s or self.lease_s),
         )
         self._open[request_id] = kept
         return kept
+
+    def has(self, remote: RemotePrefill) -> bool:
+        """Whether the blocks are there by now."""
+        return self._find(remote) is not None
 
     def renew(self, remote: RemotePrefill, now_s: float) -> None:
         """A decode engine is alive and still wants the blocks."""
@@ -123,12 +137,44 @@ class TransferDirectory:
 
     def __init__(self) -> None:
         self._by_engine_id: dict[str, Reservations] = {}
+        self._by_address: dict[str, str] = {}
+        self._caches: dict[str, KvCache] = {}
+        self._bootstraps: dict[str, list[str]] = {}
+        self.storage = SharedStorage()
 
     def enter(self, engine_id: str, reservations: Reservations) -> None:
         self._by_engine_id[engine_id] = reservations
 
+    def listen(self, channel: "SideChannel", cache: KvCache) -> None:
+        """From now on the engine is found at its side channel's address."""
+        self._by_address[channel.address] = channel.engine_id
+        self._caches[channel.engine_id] = cache
+
+    def register(self, bootstrap: str, engine_id: str) -> None:
+        """A worker tells a bootstrap server of itself."""
+        self._bootstraps.setdefault(bootstrap, []).append(engine_id)
+
     def leave(self, engine_id: str) -> None:
+        """An engine's life has ended; who listens at its address now is somebody else."""
         self._by_engine_id.pop(engine_id, None)
+        self._caches.pop(engine_id, None)
+        self._by_address = {
+            address: each for address, each in self._by_address.items() if each != engine_id
+        }
+        for engines in self._bootstraps.values():
+            if engine_id in engines:
+                engines.remove(engine_id)
+
+    def at(self, address: str) -> str | None:
+        """Return the id of the engine that listens there."""
+        return self._by_address.get(address)
+
+    def registered(self, bootstrap: object) -> list[str]:
+        """Return the engine ids that a bootstrap server knows, in the order of their ranks."""
+        return self._bootstraps.get(str(bootstrap), [])
+
+    def cache_of(self, engine_id: str) -> KvCache | None:
+        return self._caches.get(engine_id)
 
     def find(self, engine_id: str) -> Reservations | None:
         return self._by_engine_id.get(engine_id)
@@ -141,6 +187,12 @@ class SideChannel:
     engine_id: str
     host: str
     port: int
+    """Of this rank."""
+    rank: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 def render_transfer_params(
@@ -149,13 +201,17 @@ def render_transfer_params(
     kept: Reservation,
     *,
     cached_tokens: int,
+    tells: str = "pull",
 ) -> dict[str, object]:
     """Build the `kv_transfer_params` this release would return for `kept`."""
+    if tells == "read":
+        return _render_read(settings, channel, kept)
     release = settings.release
+    is_decode = tells == "decode"
     nested = release >= (0, 21, 0)
     params: dict[str, object] = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+        "do_remote_prefill": not is_decode,
+        "do_remote_decode": is_decode,
         "remote_block_ids": [list(kept.block_ids)] if nested else list(kept.block_ids),
         "remote_engine_id": channel.engine_id,
         "remote_host": channel.host,
@@ -166,10 +222,31 @@ def render_transfer_params(
         ((0, 13, 0), "remote_request_id", kept.request_id),
         ((0, 21, 0), "remote_num_tokens", len(kept.tokens)),
         ((0, 26, 0), "remote_blocks_expiry_time", kept.expires_s),
-        ((0, 28, 0), "transfer_mode", "pull"),
+        ((0, 28, 0), "transfer_mode", "push" if tells == "push" else "pull"),
         ((0, 29, 0), "dcp_size", 1),
         ((0, 29, 0), "pp_size", 1),
         ((0, 31, 0), "remote_prefill_cached_tokens", cached_tokens),
         ((0, 33, 0), "remote_registration_generation", 0),
     )
     return params | {name: value for since, name, value in fields if release >= since}
+
+
+def _render_read(
+    settings: EngineSettings, channel: SideChannel, kept: Reservation
+) -> dict[str, object]:
+    """MoRI-IO in READ mode: everything the decode leg has to carry."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(kept.block_ids)],
+        "remote_engine_id": channel.engine_id,
+        "remote_host": channel.host,
+        "remote_handshake_port": channel.port,
+        "remote_notify_port": channel.port - channel.rank,
+        "remote_dp_rank": channel.rank,
+        "remote_dp_rank_override": True,
+        "remote_dp_size": settings.dp_size,
+        "remote_dp_size_local": settings.dp_size,
+        "tp_size": 1,
+        "transfer_id": kept.request_id,
+    }

@@ -25,8 +25,35 @@ class RemotePrefill:
 
     engine_id: str
     request_id: str | None
+    """Or whatever else names the blocks there: a transfer, an id without its random end."""
     block_ids: tuple[int, ...]
     prefill_cached_tokens: int | None
+    num_tokens: int | None = None
+    """Leading prompt tokens that are to be had; None: all."""
+    waits_s: float | None = None
+    """The blocks may be still to come, for so long; None: they are there or will never be."""
+    probes: bool = False
+    """What the other engine happens to have cached, as far as it has it."""
+    is_shared: bool = False
+    """They lie in a storage that both engines use."""
+    is_foreign: bool = False
+    """They were computed for another adapter or tenant, which their name doesn't tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """What becomes of a finished request's blocks."""
+
+    key: str | None = None
+    """What the other side asks for; None: the request's id."""
+    reasons: frozenset[str] = frozenset({"stop", "length"})
+    """How the request has to end."""
+    lease_s: float | None = None
+    """None: the engine's usual one."""
+    tells: Literal["pull", "push", "decode", "read"] | None = "pull"
+    """What the answer's parameters say; None: there are none."""
+    copies: bool = False
+    """The blocks are copied out of the cache instead of being held in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +79,8 @@ class EngineRequest:
     """`kv_cache_report_mode` full: announce the reused prefix again."""
     keeps_blocks: bool = False
     """`do_remote_decode`: keep the blocks for a decode engine to read."""
+    keep: Keep | None = None
+    """The same where it isn't NIXL's pull."""
     remote: RemotePrefill | None = None
 
 

@@ -2,20 +2,32 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from balancer.connectors.available import connector_conflicts, connectors
-from balancer.connectors.contract import Connector, LegContext, LegRequest, NoTransferError
-from balancer.connectors.example import ExampleConnector
-from balancer.connectors.nixl import NixlConnector
+from balancer.connectors.available import connector_conflicts, connector_fault, connectors
+from balancer.connectors.contract import (
+    Connector,
+    HandOver,
+    LegContext,
+    LegRequest,
+    NoTransferError,
+    PullContext,
+    Style,
+)
 from balancer.connectors.none import NoConnector
 from balancer.core.fleet import Instance, Role
 from balancer.core.prefill_rewrite import prefill_body
+from balancer.core.transfer_facts import Registration, TransferFacts
+from balancer.core.transfer_settings import MoriioSettings, read_transfer
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 
+ATTEMPT = "0123456789abcdef" * 2
 BODY = {
     "model": "m",
     "messages": [{"role": "user", "content": "hi"}],
@@ -25,13 +37,27 @@ BODY = {
     "min_tokens": 5,
     "n": 2,
 }
+ANSWER = {
+    "choices": [{"finish_reason": "length"}],
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]},
+}
+FACTS = TransferFacts(
+    engine_ids={0: "engine-0"},
+    registration=Registration(
+        http_address="10.0.0.1:8000",
+        zmq_address="host:10.0.0.1,handshake:6301,notify:61005",
+        transfer_mode="WRITE",
+    ),
+)
 
 
-class WriteConnector:
+class WriteConnector(Connector):
     """Both legs at once: the prefill engine writes to whoever announced the same transfer."""
 
     name = "write"
-    style: Literal["serial", "concurrent"] = "concurrent"
+
+    def style(self, context: LegContext) -> Style:  # noqa: ARG002 - the contract's signature
+        return "concurrent"
 
     def prefill_leg(self, context: LegContext) -> LegRequest:
         """Named by the request, so that neither leg waits for the other's answer."""
@@ -51,12 +77,28 @@ class WriteConnector:
         return LegRequest(body={**context.body, "kv_transfer_params": params})
 
 
-ANSWER = {
-    "choices": [{"finish_reason": "length"}],
-    "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]},
-}
-
-SPLITTING: list[Connector] = [ExampleConnector(), NixlConnector(), WriteConnector()]
+CASES: list[tuple[str, Connector, dict[str, Any]]] = [
+    *((name, each, {}) for name, each in connectors().items() if name not in {"none", "multi"}),
+    (
+        "lmcache-receiver",
+        connectors()["lmcache"],
+        {
+            "receiver_host": "10.0.0.2",
+            "receiver_init_ports": [7300],
+            "receiver_alloc_ports": [7400],
+        },
+    ),
+    ("moriio-read", connectors()["moriio"], {"mode": "READ"}),
+    ("moriio-ids", connectors()["moriio"], {"addresses": "request_id"}),
+    ("offloading-p2p", connectors()["offloading"], {"p2p_host": "10.0.0.1"}),
+    ("multi-serial", connectors()["multi"], {"children": {"nixl": {}, "offloading": {}}}),
+    (
+        "multi-concurrent",
+        connectors()["multi"],
+        {"children": {"mooncake": {}, "offloading": {"p2p_host": "10.0.0.1"}}},
+    ),
+    ("write", WriteConnector(), {}),
+]
 
 
 def instance(alias: str, role: Role, connector: str = "nixl", model: str | None = "m") -> Instance:
@@ -70,36 +112,48 @@ def instance(alias: str, role: Role, connector: str = "nixl", model: str | None 
         role=role,
         connector=connector,
         models=models,
+        facts=FACTS,
     )
 
 
+@pytest.fixture(params=CASES, ids=lambda case: case[0])
+def case(request: pytest.FixtureRequest) -> tuple[str, Connector, dict[str, Any]]:
+    found: tuple[str, Connector, dict[str, Any]] = request.param
+    return found
+
+
 @pytest.fixture
-def context() -> LegContext:
+def connector(case: tuple[str, Connector, dict[str, Any]]) -> Connector:
+    return case[1]
+
+
+@pytest.fixture
+def context(case: tuple[str, Connector, dict[str, Any]]) -> LegContext:
+    return context_of(case[1].name, case[2])
+
+
+def context_of(name: str, transfer: dict[str, Any] | None = None) -> LegContext:
+    settings = read_transfer(name, transfer or {})
     return LegContext(
         request_id="abc",
+        attempt_id=ATTEMPT,
         path="/v1/chat/completions",
         body=copy.deepcopy(BODY),
-        prefill=instance("p0", Role.PREFILL),
+        prefill=replace(instance("p0", Role.PREFILL, name), transfer=settings),
         prefill_rank=0,
-        decode=instance("d0", Role.DECODE),
+        decode=replace(instance("d0", Role.DECODE, name), transfer=settings),
         decode_rank=0,
     )
 
 
-def answer_for(connector: Connector) -> Mapping[str, Any] | None:
-    return ANSWER if connector.style == "serial" else None
-
-
-@pytest.fixture(params=SPLITTING, ids=lambda connector: connector.name)
-def connector(request: pytest.FixtureRequest) -> Connector:
-    found: Connector = request.param
-    return found
+def answer_for(connector: Connector, context: LegContext) -> Mapping[str, Any] | None:
+    return ANSWER if connector.style(context) == "serial" else None
 
 
 def test_the_clients_body_is_not_mutated(connector: Connector, context: LegContext) -> None:
     """Every leg is written from a copy; a retry starts from the same body."""
     connector.prefill_leg(context)
-    connector.decode_leg(context, answer_for(connector))
+    connector.decode_leg(context, answer_for(connector, context))
 
     assert context.body == BODY
 
@@ -118,8 +172,8 @@ def test_the_prefill_leg_is_one_token_and_no_stream(
 def test_the_decode_leg_is_what_the_client_asked_for(
     connector: Connector, context: LegContext
 ) -> None:
-    """Plus the transfer, minus nothing."""
-    body = dict(connector.decode_leg(context, answer_for(connector)).body)
+    """Plus the transfer, minus nothing: no token is taken off."""
+    body = dict(connector.decode_leg(context, answer_for(connector, context)).body)
     body.pop("kv_transfer_params", None)
 
     assert body == BODY
@@ -128,34 +182,100 @@ def test_the_decode_leg_is_what_the_client_asked_for(
 def test_legs_are_the_same_when_written_again(connector: Connector, context: LegContext) -> None:
     """A connector remembers nothing."""
     assert connector.prefill_leg(context) == connector.prefill_leg(context)
-    answer = answer_for(connector)
+    answer = answer_for(connector, context)
     assert connector.decode_leg(context, answer) == connector.decode_leg(context, answer)
 
 
-def test_a_serial_decode_leg_needs_the_prefill_answer(context: LegContext) -> None:
+def test_both_legs_carry_one_request_id(connector: Connector, context: LegContext) -> None:
+    """The client's, or the same one made for the attempt."""
+    prefill = connector.prefill_leg(context)
+    decode = connector.decode_leg(context, answer_for(connector, context))
+
+    assert prefill.request_id == decode.request_id
+
+
+def test_what_names_the_transfer_differs_from_attempt_to_attempt(
+    connector: Connector, context: LegContext
+) -> None:
+    """Blocks of an attempt that was given up can't be taken for those of the next."""
+    again = replace(context, attempt_id="f" * 32)
+
+    for write in (
+        connector.prefill_leg,
+        lambda each: connector.decode_leg(each, answer_for(connector, each)),
+    ):
+        first, second = write(context), write(again)
+        named = {ATTEMPT in repr(first.body), ATTEMPT in str(first.request_id)}
+        assert "f" * 32 not in repr(first)
+        assert True not in named or first != second
+
+
+def test_a_serial_decode_leg_needs_the_prefill_answer(
+    connector: Connector, context: LegContext
+) -> None:
     """A missing one is a failed prefill leg, with a status and a code."""
-    for connector in SPLITTING:
-        if connector.style == "serial":
-            with pytest.raises(NoTransferError) as caught:
-                connector.decode_leg(context, None)
-            assert (caught.value.status, caught.value.code) == (502, "no_transfer")
+    if connector.style(context) == "concurrent":
+        assert connector.decode_leg(context, None).body["kv_transfer_params"]
+        return
+    with pytest.raises(NoTransferError) as caught:
+        connector.decode_leg(context, None)
+    assert (caught.value.status, caught.value.code) == (502, "no_transfer")
 
 
-def test_concurrent_legs_name_the_same_transfer(context: LegContext) -> None:
-    """Neither saw the other's answer."""
-    connector = WriteConnector()
-    prefill, decode = connector.prefill_leg(context), connector.decode_leg(context, None)
-
-    assert prefill.headers == ((b"x-target", b"d0"),)
-    assert (
-        prefill.body["kv_transfer_params"]["transfer_id"]
-        == decode.body["kv_transfer_params"]["transfer_id"]
+def test_legs_use_only_the_keys_they_declare(connector: Connector, context: LegContext) -> None:
+    """What `multi` relies on to refuse children that clash."""
+    declared = connector.params() | {"remote_dp_rank_override", "pp_size", "tp_size"}
+    if connector.name in {"multi", "write"}:
+        declared = frozenset().union(*(each.params() for each in connectors().values()))
+    legs = (
+        connector.prefill_leg(context),
+        connector.decode_leg(context, answer_for(connector, context)),
     )
 
+    for leg in legs:
+        assert set(leg.body.get("kv_transfer_params") or {}) <= declared
+        assert leg.request_id is None or "x-request-id" in declared
 
-def test_no_connector_hands_nothing_over(context: LegContext) -> None:
+
+def test_two_of_a_kind_never_mismatch(connector: Connector, context: LegContext) -> None:
+    """Instances that are set up alike can hand over to each other."""
+    assert connector.mismatch(context.prefill, context.decode) is None
+
+
+def test_a_lease_is_below_the_engines_own(connector: Connector, context: LegContext) -> None:
+    """30 s unless configured; only pull reads what nobody checks."""
+    lease_s = connector.lease_s(context)
+
+    assert lease_s is None or 0 < lease_s < 30
+    reads_unchecked = "NixlSettings" in repr(context.prefill.transfer)
+    assert (lease_s is not None) == reads_unchecked
+
+
+def test_who_needs_a_prefill_leg(case: tuple[str, Connector, dict[str, Any]]) -> None:
+    """Engines that take every prompt for handed over; all others compute what nobody sends."""
+    name, connector, transfer = case
+    target = context_of(connector.name, transfer).decode
+
+    assert connector.needs_prefill(target) == (name in {"p2p_nccl", "moriio-read"})
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    sizes=st.frozensets(st.sampled_from([1, 16, 32, 128, 784]), min_size=1),
+)
+def test_plain_prompts_are_carried(tokens: int, sizes: frozenset[int]) -> None:
+    """By everybody but shared storage, which refuses one length in a block."""
+    request = HandOver(prompt_tokens=tokens, block_sizes=sizes)
+    target = instance("d0", Role.DECODE)
+
+    for name, each in connectors().items():
+        fatal = any(size > 1 and tokens % size == 1 for size in sizes)
+        assert each.carries(request, target) == (name != "example" or not fatal)
+
+
+def test_no_connector_hands_nothing_over() -> None:
     """Its decode leg is the client's body; a prefill leg would be thrown away."""
-    connector = NoConnector()
+    connector, context = NoConnector(), context_of("none")
 
     assert connector.decode_leg(context, None).body is context.body
     with pytest.raises(NoTransferError, match="p0"):
@@ -164,11 +284,98 @@ def test_no_connector_hands_nothing_over(context: LegContext) -> None:
 
 def test_connectors_are_found_by_their_name() -> None:
     """The name in the configuration is the connector's own."""
-    assert {name: each.name for name, each in connectors().items()} == {
-        "example": "example",
-        "nixl": "nixl",
-        "none": "none",
-    }
+    known = connectors()
+
+    assert {name: each.name for name, each in known.items()} == {name: name for name in known}
+    assert sorted(known) == [
+        "example",
+        "lmcache",
+        "mooncake",
+        "moriio",
+        "multi",
+        "nixl",
+        "nixl_push",
+        "none",
+        "offloading",
+        "p2p_nccl",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "transfer", "words"),
+    [
+        pytest.param("nixll", {}, "connector`: no connector `nixll`; did you mean", id="unknown"),
+        pytest.param(
+            "multi",
+            {"children": {"nixl": {}, "nixl_push": {}}},
+            "transfer.children`: 'nixl' and 'nixl_push' both use `do_remote_decode`",
+            id="clash",
+        ),
+        pytest.param(
+            "multi",
+            {"children": {"nixl": {}, "ofloading": {}}},
+            "transfer.children`: no connector `ofloading`; did you mean `offloading`?",
+            id="unknown-child",
+        ),
+    ],
+)
+def test_a_connector_that_cant_be_is_told_by_its_key(
+    name: str, transfer: dict[str, Any], words: str
+) -> None:
+    """At start, beginning with the key at fault."""
+    told = connector_fault(
+        replace(instance("p0", Role.PREFILL, name), transfer=read_transfer(name, transfer))
+    )
+
+    assert told is not None
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("name", "transfer"),
+    [
+        ("nixl", {}),
+        ("none", {}),
+        ("multi", {"children": {"nixl": {}, "offloading": {}, "lmcache": {}}}),
+    ],
+)
+def test_a_connector_that_can_be(name: str, transfer: dict[str, Any]) -> None:
+    """Children of different protocols share an engine."""
+    settings = read_transfer(name, transfer)
+
+    assert connector_fault(replace(instance("p", Role.PREFILL, name), transfer=settings)) is None
+
+
+def test_a_mismatch_of_settings_is_a_conflict_by_name() -> None:
+    """Both have the connector, but one would write and the other wait to read."""
+    writes = replace(instance("p0", Role.PREFILL, "moriio"), transfer=MoriioSettings(mode="WRITE"))
+    reads = replace(instance("d0", Role.DECODE, "moriio"), transfer=MoriioSettings(mode="READ"))
+    other = replace(instance("d1", Role.DECODE, "moriio", "other"), transfer=reads.transfer)
+    strange = instance("d2", Role.DECODE, "unheard-of")
+
+    conflicts = connector_conflicts([writes, reads, other, instance("p1", Role.PREFILL, "x")])
+
+    (told,) = [each for each in conflicts if "mode" in each]
+    assert told == (
+        "prefill instance p0 and decode instance d0 both use connector 'moriio', but one runs in "
+        "mode WRITE, one in READ"
+    )
+    assert len(connector_conflicts([writes, strange])) == 1
+
+
+def test_nobody_pulls_by_default() -> None:
+    """A request that one instance serves whole stays as it is."""
+    target = instance("m0", Role.MIXED)
+    asked = PullContext(
+        attempt_id=ATTEMPT,
+        body=BODY,
+        target=target,
+        source=instance("m1", Role.MIXED),
+        source_rank=0,
+        more_tokens=10_000,
+    )
+
+    assert {each.pull(asked) for each in connectors().values()} == {None}
 
 
 def test_a_pair_with_different_connectors_is_a_conflict() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.connectors.contract import LegContext, NoTransferError
+from balancer.connectors.contract import HandOver, LegContext, NoTransferError
 from balancer.connectors.example import ExampleConnector
 from balancer.core.fleet import Instance, Role
 from balancer.core.prefill_rewrite import prefill_body
@@ -43,3 +43,37 @@ def test_without_a_prefill_answer_there_are_no_files_to_look_for() -> None:
     """Decode doesn't start: the whole prompt would be computed there, against the plan."""
     with pytest.raises(NoTransferError, match="no files"):
         ExampleConnector().decode_leg(context(BODY), None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "carried"),
+    [
+        pytest.param(HandOver(prompt_tokens=64, block_sizes=frozenset({32})), True, id="plain"),
+        pytest.param(HandOver(prompt_tokens=66, block_sizes=frozenset({32})), True, id="two-over"),
+        pytest.param(HandOver(prompt_tokens=65, block_sizes=frozenset({32})), False, id="fatal"),
+        pytest.param(
+            HandOver(prompt_tokens=65, block_sizes=frozenset({48, 32})), False, id="fatal-for-one"
+        ),
+        pytest.param(
+            HandOver(prompt_tokens=65, block_sizes=frozenset({1})), True, id="blocks-of-one"
+        ),
+        pytest.param(
+            HandOver(prompt_tokens=None, block_sizes=frozenset({32})), False, id="unknown-length"
+        ),
+        pytest.param(
+            HandOver(prompt_tokens=64, block_sizes=frozenset({32}), has_adapter=True),
+            False,
+            id="adapter",
+        ),
+        pytest.param(
+            HandOver(prompt_tokens=64, block_sizes=frozenset({32}), has_salt=True), False, id="salt"
+        ),
+    ],
+)
+def test_what_its_file_names_cant_tell_apart_is_not_split(
+    request_: HandOver, carried: bool
+) -> None:
+    """Another adapter's or tenant's cache would be loaded, or the engine would die."""
+    target = Instance(id=InstanceId("http://d:1"), alias="d", role=Role.DECODE)
+
+    assert ExampleConnector().carries(request_, target) is carried

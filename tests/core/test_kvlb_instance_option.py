@@ -32,9 +32,23 @@ def test_every_name_is_read() -> None:
     }
 
 
+def test_connector_settings_are_a_mapping() -> None:
+    """Numbers and truth values as such."""
+    text = "http://h:1,transfer.engine_id=e-1,transfer.side_channel_port=5601,transfer.x=true"
+
+    assert parse_instance(text)["transfer"] == {
+        "engine_id": "e-1",
+        "side_channel_port": 5601,
+        "x": True,
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        pytest.param(
+            "http://h:1,transfer.a=1,transfer.a=2", "'transfer.a' is given twice", id="twice-there"
+        ),
         pytest.param("gpu1:8000", "'gpu1:8000' is not an engine's address", id="no-scheme"),
         pytest.param("http://", "'http://' is not an engine's address", id="no-host"),
         pytest.param("http://h:port", "'http://h:port' is not an engine's", id="port-no-number"),
@@ -67,7 +81,7 @@ def test_any_text_is_an_entry_or_a_settings_error(text: str) -> None:
     except SettingsError:
         return
 
-    assert set(entry) <= {"url", *NAMES}
+    assert set(entry) <= {"url", "transfer", *NAMES}
 
 
 @pytest.mark.parametrize(

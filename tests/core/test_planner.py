@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from balancer.core.routing_settings import PdSettings, PolicyName
 from indexer.core.types import InstanceId, RankId
 
 DRAW = seeded_draw(7)
+NIXL = frozenset({"nixl"})
 
 
 def loaded(
@@ -208,6 +210,44 @@ def test_another_prefill_rank_replaces_the_one_that_failed() -> None:
     assert route(replaced) == ("p1", "d0")
     assert replaced.decode is made.decode
     assert missing is None
+
+
+def test_a_connector_that_pairs_ranks_gets_the_same_one_on_both_sides() -> None:
+    """Also where another rank of the prefill side is cheaper, and when one is replaced."""
+    decode = [on_rank(loaded("d0", Role.DECODE), 1)]
+    prefill = [
+        on_rank(loaded("p0", Role.PREFILL), 0),
+        on_rank(loaded("p1", Role.PREFILL, queued_tokens=9000), 1),
+        on_rank(loaded("p2", Role.PREFILL, queued_tokens=9999), 1),
+    ]
+    facts = SplitFacts(prompt_tokens=4000, prefill_expected=NIXL, paired=NIXL)
+
+    made = plan(decode, prefill, facts=facts)
+    unpaired = plan(decode, prefill)
+    replaced = Planner(policy=named_policy("kvlb"), pd=PdSettings()).replace_prefill(
+        made, RequestShape(prompt_tokens=4000), [prefill[0], prefill[2]], DRAW, paired=True
+    )
+
+    assert (route(made), route(unpaired)) == (("p1", "d0"), ("p0", "d0"))
+    assert replaced is not None
+    assert route(replaced) == ("p2", "d0")
+
+
+def test_a_rank_without_its_like_is_paired_with_the_cheapest() -> None:
+    """Engines with unequal numbers of ranks serve all the same."""
+    facts = SplitFacts(prompt_tokens=4000, prefill_expected=NIXL, paired=NIXL)
+
+    made = plan([on_rank(loaded("d0", Role.DECODE), 3)], [loaded("p0", Role.PREFILL)], facts=facts)
+
+    assert route(made) == ("p0", "d0")
+
+
+def on_rank(candidate: LoadedCandidate, rank: int) -> LoadedCandidate:
+    """The same load on another rank."""
+    moved = RankId(candidate.candidate.instance.id, rank)
+    return msgspec.structs.replace(
+        candidate, candidate=msgspec.structs.replace(candidate.candidate, rank=moved)
+    )
 
 
 candidates = st.lists(

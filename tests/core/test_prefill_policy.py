@@ -76,6 +76,62 @@ def test_less_than_a_block_is_never_handed_over(tokens: int, reason: Reason) -> 
     assert verdict(tokens, facts, PdSettings(force="remote")).reason is reason
 
 
+def test_what_the_connector_cant_carry_is_not_split() -> None:
+    """Not even when forced; others of the fleet may have another connector."""
+    facts = SplitFacts(prompt_tokens=1000, unfit=frozenset({instance().id}))
+
+    forced = verdict(1000, facts, PdSettings(force="remote"))
+
+    assert forced == Verdict(reason=Reason.NOT_SPLITTABLE)
+
+
+BOUND = frozenset({instance().id})
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        pytest.param(
+            SplitFacts(prompt_tokens=3, bound=BOUND),
+            Verdict(reason=Reason.REMOTE_PREFILL, remote=True),
+            id="however-short",
+        ),
+        pytest.param(
+            SplitFacts(prompt_tokens=1000, bound=BOUND, splittable=False),
+            Verdict(reason=Reason.NOT_SPLITTABLE, allowed=False),
+            id="not-splittable",
+        ),
+        pytest.param(
+            SplitFacts(prompt_tokens=1000, bound=BOUND, unfit=BOUND),
+            Verdict(reason=Reason.NOT_SPLITTABLE, allowed=False),
+            id="not-carried",
+        ),
+        pytest.param(
+            SplitFacts(prompt_tokens=1000, bound=BOUND, prefill_failed=True),
+            Verdict(reason=Reason.PREFILL_FAILED, allowed=False),
+            id="after-a-failure",
+        ),
+    ],
+)
+def test_an_instance_that_takes_nothing_else_gets_a_prefill_leg_or_nothing(
+    facts: SplitFacts, expected: Verdict
+) -> None:
+    """Whatever it holds and whatever the operator forces: alone it would wait, or invent."""
+    settings = PdSettings(force="local", allow_local_on_failure=True)
+
+    assert verdict(0, facts, settings) == expected
+
+
+def test_nobody_stands_in_for_a_missing_prefill_of_a_bound_instance() -> None:
+    """Not even where that is allowed."""
+    facts = SplitFacts(prompt_tokens=1000, bound=BOUND)
+    settings = PdSettings(allow_local_on_failure=True)
+
+    assert verdict(1000, facts, settings, has_prefill=False) == Verdict(
+        reason=Reason.NO_PREFILL_INSTANCE, allowed=False
+    )
+
+
 def test_force_remote_sends_what_is_cached_too() -> None:
     """The operator wants to see prefill legs."""
     assert verdict(1, settings=PdSettings(force="remote")) == Verdict(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 from typer.main import get_command
@@ -319,3 +320,35 @@ async def test_printed_line_reaches_every_rank_of_a_simulated_fleet(
         await running
 
     assert {each.connector for each in settings.instances} == {"nixl"}
+
+
+@pytest.mark.parametrize("connector", ["nixl_push", "mooncake", "example", "offloading"])
+async def test_simulated_connectors_are_balanced_by_the_printed_line(
+    connector: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says of each engine what that doesn't tell itself; a long prompt takes both legs."""
+    options = replace(SIMULATION, connector=connector)
+    body = {"model": "sim", "prompt": list(range(600)), "max_tokens": 2}
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_simulate("1p1d", options))
+        shown = await until_printed("kvlb events", capsys)
+        line = next(each for each in shown.splitlines() if each.startswith("kvlb up"))
+        settings = load_fleet(None, Overrides(instances=line.split()[3::2], port=0), {})
+        async with (
+            running_kvlb(settings) as kvlb,
+            httpx.AsyncClient(base_url=kvlb.url, trust_env=False, timeout=10) as http,
+            asyncio.timeout(20),
+        ):
+            while not await both_are_well(http):  # noqa: ASYNC110 - asked over HTTP
+                await asyncio.sleep(0.01)
+            answer = await http.post("/v1/completions", json=body)
+        os.kill(os.getpid(), signal.SIGINT)
+        await running
+
+    assert (answer.status_code, answer.headers["x-kvlb-prefill"]) == (200, "p0")
+    assert {each.connector for each in settings.instances} == {connector}
+
+
+async def both_are_well(http: httpx.AsyncClient) -> bool:
+    status = (await http.get("/status")).json()
+    return all(each["healthy"] for each in status["instances"])

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from time import monotonic
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from balancer.connectors.available import connectors
+from balancer.connectors.contract import Connector
 from balancer.core.errors import (
     ModelNotFoundError,
     NoInstanceError,
@@ -75,6 +77,7 @@ def bench() -> Bench:
         routing: RoutingSettings | None = None,
         pd: PdSettings | None = None,
         policy: Any = "kvlb",
+        known: Mapping[str, Connector] | None = None,
         ledger: LocalLedger = ledger,
         index: ScriptedIndex = index,
     ) -> Router:
@@ -84,6 +87,7 @@ def bench() -> Bench:
             policy=named_policy(policy),
             settings=routing or RoutingSettings(),
             pd=pd,
+            connectors=known,
             random=Random(1).random,  # noqa: S311 - a test's dice
             clock=monotonic,
             on_lookup=lambda outcome, _: lookups.append(outcome),
@@ -498,6 +502,69 @@ async def test_several_answers_are_not_split(bench: Bench) -> None:
 
     assert route.plan.prefill is None
     assert route.plan.reason is Reason.NOT_SPLITTABLE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        pytest.param(4000, Reason.REMOTE_PREFILL, id="carried"),
+        pytest.param(4001, Reason.NOT_SPLITTABLE, id="one-over-a-block"),
+    ],
+)
+async def test_what_a_connector_cant_carry_is_not_split(
+    bench: Bench, tokens: int, reason: Reason
+) -> None:
+    """Each connector is asked; shared storage can't take this length."""
+    fleet = Fleet(instances=tuple(replace(each, connector="example") for each in PD.instances))
+
+    route = await bench.build(known=connectors()).route(fleet, request(), view(tokens))
+
+    assert route.plan.reason is reason
+
+
+async def test_who_takes_nothing_alone_gets_a_prefill_leg(bench: Bench) -> None:
+    """However short the prompt; without prefill instances nobody can serve it."""
+    fleet = Fleet(instances=tuple(replace(each, connector="p2p_nccl") for each in PD.instances))
+    router = bench.build(known=connectors())
+
+    route = await router.route(fleet, request(), view(20))
+    alone = Fleet(instances=fleet.instances[2:])
+
+    assert route.plan.prefill is not None
+    with pytest.raises(NoInstanceError):
+        await router.route(alone, request(), view(20))
+
+
+async def test_adapters_and_salts_reach_the_connector(bench: Bench) -> None:
+    """Shared storage would mix tenants up; NIXL hands over anything."""
+    router = bench.build(known=connectors())
+    fleet = Fleet(instances=tuple(replace(each, connector="example") for each in PD.instances))
+    adapted = replace(request(), lora="a")
+
+    salted = await router.route(fleet, request(body={"cache_salt": "s"}), view())
+    with_adapter = await router.route(fleet, adapted, view(first=10_000))
+    over_nixl = await router.route(PD, adapted, view(first=20_000))
+
+    reasons = [each.plan.reason for each in (salted, with_adapter, over_nixl)]
+    assert reasons == [Reason.NOT_SPLITTABLE, Reason.NOT_SPLITTABLE, Reason.REMOTE_PREFILL]
+
+
+async def test_paired_ranks_are_planned_and_replaced_as_pairs(bench: Bench) -> None:
+    """MoRI-IO wants one rank's number on both legs."""
+    fleet = Fleet(
+        instances=tuple(
+            replace(each, connector="moriio", ranks=(0, 1) if each.alias != "d0" else (1,))
+            for each in PD.instances
+        )
+    )
+    route = await bench.build(known=connectors()).route(fleet, request(), view())
+    assert route.plan.prefill is not None
+    first = route.plan.prefill.candidate.rank
+    assert bench.build(known=connectors()).replace_prefill(fleet, route, RuntimeError())
+
+    second = route.plan.prefill.candidate.rank
+    assert (first.rank, second.rank) == (1, 1)
+    assert first.instance != second.instance
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import msgspec
+
 from balancer.core.fleet import Role
 from indexer.core.model_cards import ServedModels
 from kvlb.doctor.core.exposition import EngineMetrics
@@ -25,6 +27,8 @@ class Told:
     url: str
     role: Role = Role.MIXED
     connector: str = "none"
+    transfer: msgspec.Struct | None = None
+    """Its connector's own settings."""
     events: str | None = None
     replay: str | None = None
     binds: bool = False

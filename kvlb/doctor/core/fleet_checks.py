@@ -155,6 +155,7 @@ def connectors_differ(fleet: FleetFacts) -> Iterator[Finding]:
             alias=facts.name,
             role=facts.told.role,
             connector=facts.told.connector,
+            transfer=facts.told.transfer,
             models=facts.models,
         )
         for facts in fleet.instances

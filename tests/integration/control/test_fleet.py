@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from balancer.connectors.mooncake import read_engine_ids
 from balancer.core.control_errors import EngineCallError
 from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.probe_state import ProbeAnswer, ProbeOutcome
+from balancer.core.transfer_facts import Inquiry, TransferFacts
 from balancer.engine_client import EngineClient
 from balancer.fleet import FleetKeeper
 from indexer.core.types import InstanceId
@@ -24,11 +26,14 @@ async def keeping(
     *instances: InstanceSettings,
     settings: ProbeSettings = FAST,
     keys: dict[Any, str] | None = None,
+    inquiry: Callable[[Instance], Inquiry | None] = lambda _: None,
     on_change: Callable[[Fleet], None] | None = None,
 ) -> AsyncIterator[FleetKeeper]:
     """A keeper that probes while the block runs."""
     async with EngineClient(api_keys=keys or {}, timeout_s=0.5) as client:
-        keeper = FleetKeeper(instances, prober=client, settings=settings, on_change=on_change)
+        keeper = FleetKeeper(
+            instances, prober=client, settings=settings, inquiry=inquiry, on_change=on_change
+        )
         async with asyncio.TaskGroup() as group:
             running = group.create_task(keeper.run())
             yield keeper
@@ -308,6 +313,59 @@ class BuggyProber:
 
     async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
         return await self.client.find_ranks(instance)
+
+    async def learn(self, inquiry: Inquiry) -> TransferFacts:
+        return await self.client.learn(inquiry)
+
+
+QUERY = b'{"0": {"engine_id": "life-%d", "worker_addr": {}}}'
+
+
+def asking(engine: Any) -> Callable[[Instance], Inquiry | None]:
+    """A connector that asks every instance for its engine ids, as Mooncake does."""
+    return lambda _: Inquiry(url=f"{engine.url}/query", read=read_engine_ids)
+
+
+async def test_what_a_connector_has_to_know_is_asked_with_every_probe(engine: Any) -> None:
+    """A restart too quick to be noticed changes the engine's id all the same."""
+    engine.answers["/query"] = (200, QUERY % 1)
+    async with keeping(engine.settings(), inquiry=asking(engine)) as keeper:
+        first = await wait(keeper, is_available)
+        engine.answers["/query"] = (200, QUERY % 2)
+        second = await wait(keeper, lambda each: each.facts.engine_ids != first.facts.engine_ids)
+
+    assert (first.facts.engine_ids, second.facts.engine_ids) == ({0: "life-1"}, {0: "life-2"})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param((404, b"{}"), id="not-there"),
+        pytest.param((200, b"{}"), id="nobody-registered"),
+        pytest.param((200, b"no json"), id="no-json"),
+    ],
+)
+async def test_an_instance_that_cant_tell_gets_no_requests(
+    engine: Any, answer: tuple[int, bytes]
+) -> None:
+    """It could not hand over; the reason is shown, and yesterday's ids are forgotten."""
+    engine.answers["/query"] = (200, QUERY % 1)
+    async with keeping(engine.settings(), inquiry=asking(engine)) as keeper:
+        await wait(keeper, is_available)
+        engine.answers["/query"] = answer
+        lost = await wait(keeper, lambda each: not each.healthy)
+
+    assert lost.unhealthy_reason == "transfer_unknown"
+    assert lost.facts == TransferFacts()
+
+
+async def test_an_instance_whose_other_port_is_closed_gets_no_requests(engine: Any) -> None:
+    """The bootstrap server is another server than the engine's."""
+    nowhere = Inquiry(url="http://127.0.0.1:1/query", read=read_engine_ids)
+    async with keeping(engine.settings(), inquiry=lambda _: nowhere) as keeper:
+        lost = await wait(keeper, lambda each: each.unhealthy_reason == "transfer_unknown")
+
+    assert not lost.is_available
 
 
 async def test_bug_in_one_probe_costs_one_probe(engine_factory: Any, client: EngineClient) -> None:

@@ -239,14 +239,17 @@ class Balancer:
             first_byte_timeout_s=settings.first_byte_timeout_s,
             idle_timeout_s=settings.idle_timeout_s,
         )
+        known = options.setdefault("connectors", connectors())
+        clock = options.setdefault("clock", time.monotonic)
         router = Router(
-            index=MemoryIndex(),
+            index=options.pop("index", MemoryIndex()),
             ledger=self.ledger,
             policy=named_policy("round_robin"),
             settings=RoutingSettings(),
             pd=options.pop("pd", PdSettings()),
+            connectors=known,
             random=lambda: 0.5,
-            clock=time.monotonic,
+            clock=clock,
             tracing=options.get("tracing"),
         )
         self._ids = count(1)
@@ -257,11 +260,9 @@ class Balancer:
                 "reader": IdPrompts(),
                 "router": router,
                 "upstream": self.upstream,
-                "connectors": connectors(),
                 "settings": settings,
                 "on_record": self._on_record,
                 "report_health": lambda *told: self.health.append(told),
-                "clock": time.monotonic,
                 "new_id": lambda: f"made-up-{next(self._ids)}",
                 **options,
             }

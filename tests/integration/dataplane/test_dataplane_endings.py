@@ -3,11 +3,11 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from balancer.connectors.contract import LegContext, LegRequest
+from balancer.connectors.contract import Connector, LegContext, LegRequest, Style
 from balancer.core.errors import ClientGoneError
 from balancer.core.fleet import Fleet, Role
 from balancer.core.prefill_rewrite import prefill_body
@@ -18,11 +18,13 @@ LONG = list(range(1000))
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
 
 
-class PushConnector:
+class PushConnector(Connector):
     """A fake concurrent connector."""
 
     name = "push"
-    style: Literal["serial", "concurrent"] = "concurrent"
+
+    def style(self, context: LegContext) -> Style:  # noqa: ARG002 - the contract's signature
+        return "concurrent"
 
     def prefill_leg(self, context: LegContext) -> LegRequest:
         return LegRequest(body=prefill_body(context.body))

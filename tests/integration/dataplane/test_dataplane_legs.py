@@ -3,12 +3,12 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import pytest
 
-from balancer.connectors.contract import LegContext, LegRequest
+from balancer.connectors.contract import Connector, LegContext, LegRequest, Style
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.fleet import Role
 from balancer.core.prefill_rewrite import prefill_body
@@ -492,11 +492,13 @@ async def test_huge_answer_that_is_cut_breaks_the_connection(
 # Concurrent pairs
 
 
-class PushConnector:
+class PushConnector(Connector):
     """A fake concurrent connector: both legs at once, matched by request id."""
 
     name = "push"
-    style: Literal["serial", "concurrent"] = "concurrent"
+
+    def style(self, context: LegContext) -> Style:  # noqa: ARG002 - the contract's signature
+        return "concurrent"
 
     def prefill_leg(self, context: LegContext) -> LegRequest:
         return LegRequest(
