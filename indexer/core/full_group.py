@@ -323,8 +323,11 @@ class FullGroup:
             if own is not None:
                 self._hold_copies(parent, node, own.copies)
             for child, block in self.orphans.take_children(parent):
-                key = block_key(node.key, block.packed, block.extras)
-                self._hold_copies(child, self._tree.find_or_add(node, key, child), block.copies)
+                below = self._held.find(child)  # stored elsewhere since: that is what it means
+                if below is None:
+                    key = block_key(node.key, block.packed, block.extras)
+                    below = self._tree.find_or_add(node, key, child)
+                self._hold_copies(child, below, block.copies)
                 waiting.append(child)
                 if self._named is not None:
                     self._named.append(child)

@@ -442,6 +442,17 @@ def test_removal_of_another_tier_leaves_an_orphan_alone(rank: Rank) -> None:
     assert rank.blocks.counts == {"orphan_parked": 1, "unknown_removal": 1}
 
 
+def test_orphan_that_is_stored_elsewhere_means_one_block(rank: Rank) -> None:
+    """It waits for 5, and is stored under 1 before 5 shows: a hash never means two blocks."""
+    rank.apply(stored(2, parent=5, tier=Tier.CPU))
+
+    rank.apply(stored(1, 2, 3, 4, 5))
+    assert rank.held() == set(keys_of(1, 2, 3, 4, 5))
+    assert rank.held(tier=Tier.CPU) == {keys_of(1, 2)[-1]}
+    rank.apply(removed(1, 2, 3, 4, 5), removed(2, tier=Tier.CPU))
+    assert rank.blocks.tracked_entries() == 0
+
+
 def test_parked_blocks_are_bounded_and_the_oldest_leaves() -> None:
     """A stream that never explains itself can't fill the memory."""
     rank = Rank(limits=TableLimits(max_parked_blocks=2))
