@@ -8,18 +8,17 @@ Rules:
 1. Within an epoch `ApplyBatch` numbers rise by one, except over a `GapLost` or a late join, and
    either leaves the rank DEGRADED.
 2. While a replay runs, or the publisher is doubted (5), live batches wait.
-3. A replay starts at the first number asked for, or the publisher hasn't got it any more: a
-   later first answer settles that hole for good. So no hole is asked for forever; there are
-   numbers that an engine consumed and never sent.
+3. A replay starts at the first number asked for, or the publisher hasn't got it any more: a later
+   first answer settles that hole for good. Some numbers an engine consumed and never sent.
 4. A number at or below the newest is a duplicate if its payload is what we had under it, late if
    it is older than the newest, else the publisher restarted and a new epoch opens.
-5. A connection that was lost may hide a restart behind a rising number. Until replay has shown
-   the last applied batch again (`_doubt`), nothing more is applied.
+5. A connection that was lost may hide a restart behind a rising number. Until replay has shown the
+   last applied batch again (`_doubt`), nothing more is applied. What came in between is doubted too.
 6. An empty replay from a number known to exist, or another payload under a known number, means
    another process: a new epoch, joined from 0.
 7. Asking is bounded (`StreamLimits`). What can't be had is given up, visibly, and live goes on.
-8. What a batch showed when it was applied comes back as an argument (`on_applied`); how far the
-   rank can be believed, and whether its life is worth telling again, is `core.trust`'s.
+8. What a batch showed comes back as an argument (`on_applied`); what follows for the rank's trust,
+   and whether its life is worth telling again, is `core.trust`'s.
 
 Cost: O(1) per batch in order, one digest of its payload; held batches are sorted on giving up.
 """
@@ -60,11 +59,10 @@ class RankStream:
         self._ts_of = ts_of
         self._limits = limits
         self._ticket = 0
-        self._asks = 0
-        self._silences = 0
+        self._asks = self._silences = 0
         self._replay: Replay | None = None
-        self._is_replay_foreign = False
-        """Live and replay kept contradicting each other: the replay is someone else's."""
+        self._is_cut = False  # the live socket lost its peer, and no other has come yet
+        self._is_replay_foreign = False  # it keeps contradicting what comes live
         self._forget_life()
 
     def _forget_life(self) -> None:
@@ -106,6 +104,9 @@ class RankStream:
         """The live socket has a peer."""
         self._asks = self._silences = 0
         self._is_replay_foreign = False
+        if self._is_cut and self._next:
+            self._doubt = self._doubt or "reconnect"
+        self._is_cut = False
         if self._replay is None and (self._next is None or self._doubt):
             return self._advance()
         return []
@@ -113,6 +114,7 @@ class RankStream:
     def on_disconnected(self) -> list[Effect]:
         """The live socket lost its peer: the next one may be another process."""
         self._asks = self._silences = 0
+        self._is_cut = True
         if self._next:
             self._doubt = "reconnect"
         else:  # nothing applied yet; what waits may be the old process's

@@ -144,8 +144,6 @@ class Life:
         self.ticket = 0
         # The indexer.
         self.is_connected = False
-        self.has_strays = False
-        """A batch of a dead process has come since the engine published last."""
         self.is_silenced = False
         """Some question was never answered, so something may have been given up."""
         self.stream = new_stream()
@@ -165,6 +163,12 @@ class Life:
         self.is_known = False
         self.blocks, self.kept, self.applied = self.new_blocks(), KeptRows(), []
 
+    def follow_anew(self) -> None:
+        """Over new sockets: what was on its way to the old ones is lost."""
+        self.stream, self.is_connected = new_stream(), False
+        self.answer.clear()
+        self.delayed.clear()
+
     @property
     def is_settled(self) -> bool:
         """All of the engine's present life was applied, in order, and nothing else."""
@@ -172,7 +176,6 @@ class Life:
 
     def add_batch(self, events: Sequence[Event]) -> tuple[int, bytes]:
         """The engine publishes: its clock and its count of batches only rise."""
-        self.has_strays = False
         self.published += 1
         payload = b"%d" % self.published
         self.contents[payload] = EventBatch(float(self.published), 0, list(events))
@@ -287,7 +290,6 @@ class Fleet(RuleBasedStateMachine):
         life = self.lives[at]
         if life.delayed:
             seq, payload = life.delayed.pop(pick % len(life.delayed))
-            life.has_strays |= payload not in life.batches
             self._perform(life, life.stream.on_live(seq, payload))
 
     @rule(at=ranks, messages=st.integers(1, 4))
@@ -318,12 +320,10 @@ class Fleet(RuleBasedStateMachine):
     def settle(self, at: int) -> None:
         """Everything arrives and every question is answered: all is as the engine says.
 
-        An engine that was restarted and has published nothing need not publish for that, unless a
-        batch of the dead process came after the connection to the new one: it looks like the new
-        one's first, until that comes.
+        An engine that was restarted and has published nothing need not publish for that.
         """
         life = self.lives[at]
-        if life.batches or life.has_strays or not life.is_connected:
+        if life.batches or not life.is_connected:
             self._settle(life)
             return
         life.delayed.clear()
@@ -339,8 +339,7 @@ class Fleet(RuleBasedStateMachine):
         self.runner.run(self.index.retire(RANKS[at]))
         self.trust.pop(RANKS[at], None)
         life.begin_epoch()
-        life.stream, life.is_connected = new_stream(), False
-        life.answer.clear()
+        life.follow_anew()
 
     @rule(at=ranks)
     def resume(self, at: int) -> None:
@@ -371,9 +370,8 @@ class Fleet(RuleBasedStateMachine):
         life.blocks = restored
         if life.applied:
             last = len(life.applied) - 1
-            life.stream, life.is_connected = new_stream(), False
+            life.follow_anew()
             life.stream.resume(last, payload_digest(life.applied[last]), Trust.EXACT)
-            life.answer.clear()
 
     @rule(at=ranks, part_blocks=st.integers(1, 5))
     def rewrite(self, at: int, part_blocks: int) -> None:
@@ -452,8 +450,10 @@ class Fleet(RuleBasedStateMachine):
                 assert life.blocks.tracked_entries() == 0
 
     def _connect(self, life: Life) -> None:
+        """To the present process; what another had sent came before, or never does."""
         if not life.is_connected:
             life.is_connected = True
+            life.delayed = [batch for batch in life.delayed if batch[1] in life.batches]
             self._perform(life, life.stream.on_connected())
 
     def _send(self, life: Life, events: Sequence[Event], fate: str) -> None:

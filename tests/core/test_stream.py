@@ -638,6 +638,16 @@ def test_batch_of_a_process_that_died_before_it_counted_is_forgotten() -> None:
     assert stream.on_replayed(3, 0, batch(0, life=2)) == [waited(0, life=2)]
 
 
+def test_batch_between_two_connections_is_doubted() -> None:
+    """It may be the dead process's, read late; the new one's first batches may be lost."""
+    stream = fresh()
+    stream.on_disconnected()
+    assert waited(0) in stream.on_live(0, batch(0))
+
+    assert stream.on_connected() == [RequestReplay(0, 2)]
+    assert OpenEpoch("reconnect_contradicted") in stream.on_replayed(2, 0, batch(0, life=1))
+
+
 def test_connected_again_without_a_loss_asks_nothing() -> None:
     """On a shared port other engines connect as well."""
     stream = live_at(2)
