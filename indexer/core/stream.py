@@ -8,9 +8,8 @@ Rules:
 1. Within an epoch `ApplyBatch` numbers rise by one, except over a `GapLost` or a late join, and
    either leaves the rank DEGRADED.
 2. While a replay runs, or the publisher is doubted (5), live batches wait.
-3. A replay starts at the first number asked for, or the publisher hasn't got it any more: a
-   later first answer settles that hole for good. So no hole is asked for forever; there are
-   numbers that an engine consumed and never sent.
+3. A replay starts at the first number asked for, or the publisher hasn't got it any more: a later
+   first answer settles that hole for good. There are numbers that an engine consumed and never sent.
 4. A number at or below the newest is a duplicate if its payload is what we had under it, late if
    it is older than the newest, else the publisher restarted and a new epoch opens.
 5. A connection that was lost may hide a restart behind a rising number. Until replay has shown
@@ -18,8 +17,8 @@ Rules:
 6. An empty replay from a number known to exist, or another payload under a known number, means
    another process: a new epoch, joined from 0.
 7. Asking is bounded (`StreamLimits`). What can't be had is given up, visibly, and live goes on.
-8. What a batch showed when it was applied comes back as an argument (`on_applied`); how far the
-   rank can be believed, and whether its life is worth telling again, is `core.trust`'s.
+8. What a batch showed comes back as an argument (`on_applied`); how far the rank can be believed,
+   and whether its life is worth telling again, is `core.trust`'s.
 
 Cost: O(1) per batch in order, one digest of its payload; held batches are sorted on giving up.
 """
@@ -171,14 +170,12 @@ class RankStream:
 
     def on_applied(self, seq: int, outcome: BatchOutcome) -> list[Effect]:
         """Batch `seq` had its turn."""
-        effects: list[Effect] = []
-        if outcome.is_cleared and self._gap is None:
-            effects += self.trust.on_cleared(seq)
-        if outcome.has_refusals:
-            effects += self.trust.on_refused(at=seq + 1)
-        if outcome.is_bound_hit:
-            effects += self.trust.on_bound_hit(at=seq + 1)
-        return [*effects, *self.trust.on_orphans(outcome.orphans)]
+        return self.trust.on_applied(seq, outcome, is_gap_open=self._gap is not None)
+
+    def on_silence(self) -> list[Effect]:
+        """The engine computes, and nothing comes: perhaps only the live socket is dead."""
+        is_busy = self._replay is not None or self._next is None
+        return [] if is_busy or not self._may_replay else self._ask(Purpose.GAP)
 
     @property
     def wants_rebuild(self) -> bool:
@@ -207,7 +204,7 @@ class RankStream:
         return [Dropped(seq, "late"), *self._check_life_after_late_batch()]
 
     def _check_life_after_late_batch(self) -> list[Effect]:
-        # A clock set back looks the same as a late batch; one look per number settles it.
+        # So does a clock set back; one look per number settles it.
         if self._replay is not None or self._late_checked_at == self._next:
             return []
         self._late_checked_at = self._next

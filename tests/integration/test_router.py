@@ -307,7 +307,7 @@ async def test_belief_depends_on_events(bench: Bench, trust: Trust, held_later: 
         index=bench.index,
         ledger=ledger,
         policy=named_policy("kvlb"),
-        settings=RoutingSettings(confirm_s=2, predicted_ttl_s=30),
+        settings=RoutingSettings(confirm_s=2, approximate_ttl_s=30),
         random=lambda: 0.5,
         clock=lambda: now_s[0],
     )
@@ -357,7 +357,7 @@ async def test_rank_with_events_is_believed_for_no_longer_than_one(
     ledger = LocalLedger(lambda: now_s[0])
     bench.index.held_tokens = {rank("a"): 0}
     alone = Fleet(instances=(instance("a"),))
-    router = bench.build(RoutingSettings(confirm_s=2, predicted_ttl_s=30), ledger=ledger)
+    router = bench.build(RoutingSettings(confirm_s=2, approximate_ttl_s=30), ledger=ledger)
     if fault == "nothing-stored":
         bench.index.block_size = None
     else:
