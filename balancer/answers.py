@@ -212,7 +212,7 @@ def plan_headers(plan: RoutePlan) -> Headers:
         prefill = plan.prefill.candidate.instance.alias
     else:
         prefill = "none" if decode.role is Role.MIXED else "skipped"
-    headers = (
+    headers: Headers = (
         (b"x-kvlb-instance", decode.alias.encode()),
         (b"x-kvlb-prefill", prefill.encode()),
         (b"x-kvlb-reason", plan.reason.value.encode()),
@@ -220,6 +220,7 @@ def plan_headers(plan: RoutePlan) -> Headers:
     if plan.prompt_tokens is None:
         return headers
     source = (plan.prefill or plan.decode).candidate
+    headers = (*headers, (b"x-kvlb-trust", source.trust.value.encode()))
     overlap = max(source.overlap_tokens, source.predicted_tokens)
     return (*headers, (b"x-kvlb-overlap-tokens", str(overlap).encode()))
 
@@ -244,3 +245,5 @@ def _note_usage(decoded: DecodeAnswer, usage: Usage | None) -> None:
     leg.completion_tokens = usage.completion_tokens
     if usage.completion_tokens is not None:
         decoded.guard.generated(usage.completion_tokens)
+    if usage.cached_tokens is not None:
+        decoded.guard.cached(usage.cached_tokens)

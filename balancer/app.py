@@ -21,9 +21,11 @@ from prometheus_client import CollectorRegistry
 
 from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
+from balancer.core.control_errors import EngineCallError
 from balancer.core.decision_log import DecisionLog
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.fleet_view import RankFacts
+from balancer.core.full_reports import FullReports
 from balancer.core.load import LoadLedger
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import Policy
@@ -34,9 +36,11 @@ from balancer.engine_client import EngineClient
 from balancer.exchange import AsgiExchange
 from balancer.fleet import FleetKeeper
 from balancer.fleet_control import FleetControl, FleetLinks
+from balancer.fleet_metrics import FleetCollector
 from balancer.handling import Handling
-from balancer.metrics import BalancerMetrics, FleetCollector
+from balancer.metrics import BalancerMetrics
 from balancer.own_code import load_policy
+from balancer.reporting import Reporting
 from balancer.router import Router
 from balancer.routes import Surface, create_routes
 from balancer.token_pool import TokenPool
@@ -44,8 +48,10 @@ from balancer.tokens import PromptReader
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
 from indexer.core.index import PrefixLookup
+from indexer.core.reports import ReportSink
 
 DECISIONS_KEPT = 1000
+RELEASES_INTERVAL_S = 1.0
 
 logger = structlog.stdlib.get_logger(__name__)
 
@@ -120,6 +126,7 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
     index: PrefixLookup,
     registry: CollectorRegistry,
     index_status: Callable[[], RankFacts] | None = None,
+    reports: ReportSink | None = None,
     surroundings: TimeAndChance | None = None,
     tracing: Tracing | None = None,
     links: FleetLinks | None = None,
@@ -127,13 +134,13 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
     """Build everything. `config` has been through `check_config`.
 
     `index_status` tells trust, epoch and held blocks by rank for `/status`. Without it `/status`
-    shows what the last lookups told. Raises ConfigError if the registration service can't have its
-    port.
+    shows what the last lookups told. `reports` takes what finished legs show of the index. Raises
+    ConfigError if the registration service can't have its port.
     """
     builder = _Builder(
         config, index, registry, surroundings or TimeAndChance(), tracing or NoTracing()
     )
-    return builder.build(index_status, links or FleetLinks())
+    return builder.build(index_status, links or FleetLinks(), reports)
 
 
 class _Builder:
@@ -173,6 +180,9 @@ class _Builder:
             ledger=self._ledger,
             unknown_ranks=lambda: self._router.unknown_ranks,
             fleet_bugs=lambda: self._keeper.bugs,
+            lost_reports=lambda: self._reporting.lost,
+            full_reports=lambda: self._full_reports.asked,
+            trust=lambda rank: self._router.trust(rank),  # noqa: PLW0108 - it is built later
         )
         registry.register(collector)
         self._decisions = DecisionLog(limit=DECISIONS_KEPT)
@@ -198,6 +208,7 @@ class _Builder:
             on_lookup=self._metrics.on_lookup,
             tracing=self._tracing,
         )
+        self._full_reports = FullReports(config.routing.full_report_interval_s)
         settings = config.dataplane
         self._upstream = Upstream(
             connect_timeout_s=settings.connect_timeout_s,
@@ -206,7 +217,15 @@ class _Builder:
             keep_alive_s=settings.keep_alive_s,
         )
 
-    def build(self, index_status: Callable[[], RankFacts] | None, links: FleetLinks) -> App:
+    def build(
+        self,
+        index_status: Callable[[], RankFacts] | None,
+        links: FleetLinks,
+        reports: ReportSink | None,
+    ) -> App:
+        self._reporting = Reporting(
+            reports, clock=self._surroundings.clock, on_outcome=self._metrics.on_prediction
+        )
         self._control = FleetControl(
             self._config,
             keeper=self._keeper,
@@ -236,6 +255,8 @@ class _Builder:
                 self._config.handlers,
                 lambda error: self._metrics.own_code_failed("handler", error),
             ),
+            on_leg_end=self._reporting.on_leg_end,
+            full_reports=self._full_reports,
         )
         surface = Surface(
             fleet=self._keeper.snapshot,
@@ -273,6 +294,7 @@ class _Builder:
             if before.routing.policy != config.routing.policy:
                 self._policy = self._load_policy(config.routing.policy)
             self._router.set_settings(config.routing, config.pd, self._policy)
+            self._full_reports.interval_s = config.routing.full_report_interval_s
         self._control.members.set_config(config)
 
     @asynccontextmanager
@@ -288,6 +310,8 @@ class _Builder:
                     group.create_task(self._keep(app)),
                     group.create_task(self._load()),
                     group.create_task(self._control.run()),
+                    group.create_task(self._reporting.run()),
+                    group.create_task(self._run_releases()),
                 ]
                 yield
                 for task in tasks:
@@ -305,6 +329,17 @@ class _Builder:
         except Exception as error:
             logger.critical("fleet_keeper_failed", error=repr(error), exc_info=error)
         app.break_down()
+
+    async def _run_releases(self) -> None:
+        """Ask for the releases of engines that may have to announce again what they reuse."""
+        while True:
+            await asyncio.sleep(RELEASES_INTERVAL_S)
+            for instance in self._full_reports.take_unknown():
+                try:
+                    release = await self._engines.find_release(instance)
+                except EngineCallError:
+                    continue  # it is put down again with the next request
+                self._full_reports.learn(instance, release, self._surroundings.clock())
 
     async def _load(self) -> None:
         """Load tokenizers. What can't be loaded costs cache knowledge only."""

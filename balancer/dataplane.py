@@ -23,6 +23,7 @@ from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
 from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError, FleetError
 from balancer.core.fleet import Fleet
+from balancer.core.full_reports import FullReports
 from balancer.core.generate import read_generate
 from balancer.core.handlers import Reply, amended_headers
 from balancer.core.http_headers import (
@@ -41,7 +42,7 @@ from balancer.forwarding import Forwarded, Forwarding
 from balancer.handling import Handling
 from balancer.jobs import Job
 from balancer.leg_sender import EngineKey, LegSender, ReportHealth
-from balancer.legs import DecodeAnswer, Legs
+from balancer.legs import DecodeAnswer, Legs, OnLegEnd
 from balancer.router import Router
 from balancer.tracing import NoTracing, Tracing
 from balancer.upstream import Upstream
@@ -76,6 +77,8 @@ class DataPlane:
         engine_key: EngineKey = lambda _: None,
         tracing: Tracing | None = None,
         handling: Handling | None = None,
+        on_leg_end: OnLegEnd = lambda _forecast, _leg: None,
+        full_reports: FullReports | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
         self._fleet = fleet
@@ -101,6 +104,8 @@ class DataPlane:
             settings=settings,
             clock=clock,
             new_id=new_id,
+            on_leg_end=on_leg_end,
+            full_reports=full_reports or FullReports(0),
         )
         self._handling = handling or Handling()
         self._forwarding = Forwarding(sender=sender, settings=settings, clock=clock)

@@ -31,6 +31,10 @@ class _Sleep(msgspec.Struct):
     is_sleeping: bool
 
 
+class _Version(msgspec.Struct):
+    version: str
+
+
 class EngineClient:
     """Control calls to any instance, with that instance's own key."""
 
@@ -122,6 +126,15 @@ class EngineClient:
             return parse_model_list(msgspec.json.decode(answer.content))
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineCallError("bad_model_list") from error
+
+    async def find_release(self, instance: InstanceId) -> str:
+        """What `/version` says. Raises EngineCallError."""
+        answer = await self._call("GET", instance, "/version")
+        _refuse_failure(answer)
+        try:
+            return msgspec.json.decode(answer.content, type=_Version).version
+        except msgspec.DecodeError as error:
+            raise EngineCallError("bad_answer") from error
 
     async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
         """Global ranks as `/kv_event_sources` lists them; none if the engine doesn't say.

@@ -80,7 +80,7 @@ def _outcome(verdict: Verdict, request: GenerateRequest, fleet: Fleet) -> Genera
         case None:
             return request
         case Refuse():
-            raise RefusedByHandlerError(verdict)
+            raise RefusedByHandlerError(verdict.message, verdict)
         case Reply():
             return verdict
         case Amend():

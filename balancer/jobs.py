@@ -7,7 +7,7 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from balancer.core.conversations import (
     usable_params,
 )
 from balancer.core.fleet import Fleet
+from balancer.core.full_reports import SESSION_HEADER, with_full_report
 from balancer.core.http_headers import Headers
 from balancer.core.plan import Candidate, RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
@@ -98,6 +99,12 @@ def whole_leg(
         more_tokens=source.overlap_tokens - overlap(target),
     )
     return LegRequest(body=connector.pull(context) or job.request.body)
+
+
+def asking_full_report(request: LegRequest) -> LegRequest:
+    """The same leg, which has its engine announce again what it reuses."""
+    body = with_full_report(request.body)
+    return replace(request, body=body, headers=(*request.headers, SESSION_HEADER))
 
 
 def fuller_peer(plan: RoutePlan) -> Candidate | None:

@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from balancer.connection import UpstreamAnswer
-from balancer.core.errors import BalancerError, EngineError, EngineRefusedError
+from balancer.core.errors import (
+    BalancerError,
+    EngineClosedError,
+    EngineError,
+    EngineRefusedError,
+    StreamCutError,
+)
 from balancer.core.fleet import Instance
 from balancer.core.http_headers import Headers, drop_header
 from balancer.core.record import LegRecord, RequestRecord
@@ -90,3 +96,14 @@ class LegSender:
             self._report_health(instance.id, True, None)
         elif isinstance(error, EngineError):
             self._report_health(instance.id, False, error.code)
+
+
+async def first_chunk(answer: UpstreamAnswer) -> bytes:
+    """Wait for the body's beginning: engines send a stream's 200 before they compute anything."""
+    try:
+        first = await answer.next_chunk()
+    except StreamCutError as error:
+        raise EngineClosedError("the engine left before its answer's first byte") from error
+    if not first and answer.status == 200:
+        raise EngineClosedError("the engine answered 200 without a body")
+    return first

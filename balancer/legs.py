@@ -33,15 +33,15 @@ from balancer.core.conversations import Conversations
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import (
     BalancerError,
-    EngineClosedError,
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
     FleetError,
     LeaseEndedError,
-    StreamCutError,
 )
 from balancer.core.fleet import Instance
+from balancer.core.forecast import Forecast
+from balancer.core.full_reports import FullReports
 from balancer.core.http_headers import Headers
 from balancer.core.load import LegGuard
 from balancer.core.plan import Candidate, RoutePlan
@@ -49,6 +49,7 @@ from balancer.core.record import LegRecord
 from balancer.core.rewrite import encode_body
 from balancer.jobs import (
     Job,
+    asking_full_report,
     earlier_blocks,
     ended_turn,
     kept_s,
@@ -62,7 +63,7 @@ from balancer.jobs import (
     take_turn,
     whole_leg,
 )
-from balancer.leg_sender import LegSender
+from balancer.leg_sender import LegSender, first_chunk
 from balancer.router import Route, Router
 from indexer.core.types import RankId
 
@@ -94,6 +95,7 @@ class _Prefilled:
 
 
 Deliver = Callable[[DecodeAnswer], Awaitable[None]]
+OnLegEnd = Callable[[Forecast, LegRecord], None]
 
 
 class _PrefillLegError(Exception):
@@ -107,7 +109,7 @@ class _PrefillLegError(Exception):
 class Legs:
     """Carries out plans. One per process."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
         router: Router,
@@ -116,6 +118,8 @@ class Legs:
         settings: DataPlaneSettings,
         clock: Callable[[], float],
         new_id: Callable[[], str],
+        on_leg_end: OnLegEnd,
+        full_reports: FullReports,
     ) -> None:
         """`new_id` makes 32 hexadecimal digits that nobody else has."""
         self._router = router
@@ -124,6 +128,8 @@ class Legs:
         self._retries = settings.retries
         self._clock = clock
         self._new_id = new_id
+        self._on_leg_end = on_leg_end
+        self._full_reports = full_reports
         self._conversations = Conversations()
 
     async def carry(self, job: Job, deliver: Deliver) -> None:
@@ -263,8 +269,9 @@ class Legs:
         choice = route.plan.prefill
         assert choice is not None  # noqa: S101  the callers look
         try:
-            with self._recorded(job, "prefill", choice.candidate) as leg:
-                request = connector.prefill_leg(context)
+            loads = context.earlier is not None
+            with self._recorded(job, route, "prefill", loads=loads) as leg:
+                request = self._settled(job, connector.prefill_leg(context), choice.candidate)
                 body = encode_body(request.body)
                 headers = leg_headers(job, request)
                 answer = await self._send(job, choice.candidate, body, headers)
@@ -275,7 +282,9 @@ class Legs:
                 finally:
                     answer.close()
                 leg.first_byte_s = self._clock()
-                return _Prefilled(decode=conclude(read_prefill(raw, leg)), answered_s=answered_s)
+                done = _Prefilled(decode=conclude(read_prefill(raw, leg)), answered_s=answered_s)
+                route.prefill_cached(leg.cached_tokens)
+                return done
         except EngineError as error:
             if self._is_clients_fault(choice.candidate.instance, error):
                 raise
@@ -297,7 +306,10 @@ class Legs:
             if by_s is not None and self._clock() > by_s:
                 raise LeaseEndedError("the prefill engine's blocks may be gone")
 
-        with self._recorded(job, "decode", candidate) as leg:
+        loads = request.body is not job.request.body
+        if route.plan.prefill is None:
+            request = self._settled(job, request, candidate)
+        with self._recorded(job, route, "decode", loads=loads) as leg:
             answer = await self._send(
                 job,
                 candidate,
@@ -307,7 +319,7 @@ class Legs:
             )
             try:
                 await self._check_status(answer, leg)
-                first = await _first_chunk(answer)
+                first = await first_chunk(answer)
                 leg.first_byte_s = self._clock()
                 await deliver(
                     DecodeAnswer(
@@ -361,11 +373,22 @@ class Legs:
             raise EngineRefusedError(answer.status, answer.headers, body, alias=leg.alias)
 
     @contextmanager
-    def _recorded(self, job: Job, kind: str, candidate: Candidate) -> Iterator[LegRecord]:
+    def _recorded(self, job: Job, route: Route, kind: str, *, loads: bool) -> Iterator[LegRecord]:
+        """One attempt: its record, and what it shows of the index when it has ended."""
+        forecast = route.forecast(kind, loads=loads)
+        plan = route.plan
+        choice = plan.prefill if kind == "prefill" and plan.prefill else plan.decode
+        candidate = choice.candidate
         overlap_tokens = overlap(candidate) if job.prompt.prompts else None
         with self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens) as leg:
             note_candidate(leg, candidate)
             yield leg
+        self._on_leg_end(forecast, leg)
+
+    def _settled(self, job: Job, request: LegRequest, candidate: Candidate) -> LegRequest:
+        """The leg that prefills, as it is sent."""
+        asks = self._full_reports.ask(candidate, job.request, self._clock())
+        return asking_full_report(request) if asks else request
 
     def _is_clients_fault(self, instance: Instance, error: BalancerError) -> bool:
         """Tell whether another prefill engine would refuse the request, too."""
@@ -374,14 +397,3 @@ class Legs:
         if error.status in {401, 403}:
             return self._sender.engine_key(instance.id) is None
         return error.status not in {408, 429}
-
-
-async def _first_chunk(answer: UpstreamAnswer) -> bytes:
-    """Wait for the body's beginning: engines send a stream's 200 before they compute anything."""
-    try:
-        first = await answer.next_chunk()
-    except StreamCutError as error:
-        raise EngineClosedError("the engine left before its answer's first byte") from error
-    if not first and answer.status == 200:
-        raise EngineClosedError("the engine answered 200 without a body")
-    return first

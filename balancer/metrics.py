@@ -8,15 +8,12 @@ Rules:
 3. Everything is written from a finished `RequestRecord`, so a probe or an explain counts nothing.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from balancer.core.fleet import Fleet
-from balancer.core.load import LoadLedger
 from balancer.core.record import LegRecord, RequestRecord
 
 OTHER = "other"
@@ -208,6 +205,14 @@ class BalancerMetrics:
             "leg",
             "instance",
         )
+        self._predictions = tokens(
+            "kvlb_predictions_total",
+            "Finished legs, by how the index's prediction compares with the engine's cached tokens: "
+            "exact, over, under, or why they can't be compared.",
+            "leg",
+            "instance",
+            "outcome",
+        )
         self._completion = tokens(
             "kvlb_completion_tokens_total", "Tokens generated, as engines reported.", "model"
         )
@@ -246,12 +251,16 @@ class BalancerMetrics:
         """Count a failure of the operator's own code: `policy` or `handler`."""
         self._own_failures.at(kind, type(error).__name__).inc()
 
+    def on_prediction(self, leg: LegRecord, outcome: str) -> None:
+        """Count what a finished leg has shown of the index."""
+        self._predictions.at(leg.kind, self._alias(leg), outcome).inc()
+
     def forget_absent(self, fleet: Fleet) -> None:
         """Drop the series of instances that are not in `fleet` any more."""
         known = _Names(fleet).aliases
         for each in (self._first_byte, self._inter_token, self._legs):
             each.forget(1, known)
-        for counter in (self._predicted, self._overpredicted):
+        for counter in (self._predicted, self._overpredicted, self._predictions):
             counter.forget(1, known)
 
     def _names(self) -> _Names:
@@ -287,8 +296,7 @@ class BalancerMetrics:
             self._delivered_of.at(model).inc(leg.prompt_tokens)
 
     def _observe_leg(self, leg: LegRecord, model: str, *, stream: bool) -> None:
-        # An alias that isn't known left while the leg ran.
-        alias = leg.alias if leg.alias in self._names().aliases else OTHER
+        alias = self._alias(leg)
         self._legs.at(leg.kind, alias, leg.error or "ok").inc()
         # Only a stream, or a prefill leg, shows when the first token was there.
         if leg.first_byte_s is not None and (stream or leg.kind == "prefill"):
@@ -302,6 +310,10 @@ class BalancerMetrics:
         seconds = _inter_token_s(leg) if stream else None
         if seconds is not None:
             self._inter_token.at(leg.kind, alias).observe(seconds)
+
+    def _alias(self, leg: LegRecord) -> str:
+        """An alias that isn't known left while the leg ran."""
+        return leg.alias if leg.alias in self._names().aliases else OTHER
 
     def _observe_prediction(self, leg: LegRecord, alias: str) -> None:
         if leg.cached_tokens is None or leg.overlap_tokens is None:
@@ -317,63 +329,3 @@ def _inter_token_s(leg: LegRecord) -> float | None:
     if tokens < 2 or leg.error is not None or leg.first_byte_s is None or leg.ended_s is None:
         return None
     return (leg.ended_s - leg.first_byte_s) / (tokens - 1)
-
-
-class FleetCollector(Collector):
-    """What fleet, ledger and router hold anyway, read when scraped, so nothing has to leave them."""
-
-    def __init__(
-        self,
-        *,
-        fleet: Callable[[], Fleet],
-        ledger: LoadLedger,
-        unknown_ranks: Callable[[], int],
-        fleet_bugs: Callable[[], int],
-    ) -> None:
-        self._fleet = fleet
-        self._ledger = ledger
-        self._unknown_ranks = unknown_ranks
-        self._fleet_bugs = fleet_bugs
-
-    def describe(self) -> Iterable[Metric]:
-        """Name them without a scrape, so that registering asks nothing of the fleet."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        """Read everything."""
-        yield CounterMetricFamily(
-            "kvlb_index_unknown_ranks_total",
-            "Ranks in the index's answers that the fleet doesn't have, summed over lookups.",
-            self._unknown_ranks(),
-        )
-        yield CounterMetricFamily(
-            "kvlb_fleet_bugs_total",
-            "Bugs met while watching instances; the log has each. Any is worth a report.",
-            self._fleet_bugs(),
-        )
-        yield from self._gauges()
-
-    def _gauges(self) -> Iterable[Metric]:
-        by_instance = ("instance", "role")
-        by_rank = ("instance", "rank")
-        healthy = GaugeMetricFamily(
-            "kvlb_instance_healthy", "1 if probes find it healthy.", labels=by_instance
-        )
-        available = GaugeMetricFamily(
-            "kvlb_instance_available", "1 if it may get new requests.", labels=by_instance
-        )
-        in_flight = GaugeMetricFamily("kvlb_instance_in_flight", "Legs in flight.", labels=by_rank)
-        queued = GaugeMetricFamily(
-            "kvlb_instance_queued_tokens",
-            "Uncached prompt tokens of legs without a first token.",
-            labels=by_rank,
-        )
-        for instance in self._fleet().instances:
-            labels = (instance.alias, instance.role.value)
-            healthy.add_metric(labels, float(instance.healthy))
-            available.add_metric(labels, float(instance.is_available))
-            for rank in instance.rank_ids():
-                load = self._ledger.load(rank)
-                in_flight.add_metric((instance.alias, str(rank.rank)), load.requests)
-                queued.add_metric((instance.alias, str(rank.rank)), load.queued_tokens)
-        yield from (healthy, available, in_flight, queued)

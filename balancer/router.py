@@ -14,120 +14,45 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import structlog
 
-from balancer.connectors.contract import Connector, HandOver
+from balancer.connectors.contract import Connector
 from balancer.core.candidates import (
     CandidateSource,
-    Pool,
     PromptMatches,
     find_pool,
     request_shape,
 )
-from balancer.core.cost import RequestShape, TieBreak, uncached_tokens
+from balancer.core.cost import TieBreak
 from balancer.core.errors import PrefillFailedError
-from balancer.core.fleet import Fleet, Role
+from balancer.core.fleet import Fleet
+from balancer.core.forecast import Forecast
 from balancer.core.known_ranks import KnownRanks
-from balancer.core.load import LegGuard, LegWork, LoadLedger
+from balancer.core.load import LegGuard, LoadLedger
 from balancer.core.plan import Choice, RoutePlan
 from balancer.core.planner import Planner
 from balancer.core.policies import Policy, seeded_draw
-from balancer.core.prefill_policy import SplitFacts, is_splittable
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.question import Question
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt
 from indexer.core.throttle import Throttle
-from indexer.core.types import InstanceId, RankId, Trust
+from indexer.core.types import RankId, Trust
 
 logger = structlog.get_logger(__name__)
 
 _FAILURE_LOG_S = 30.0
 """Between two log lines about the same failure."""
 
-EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """A request with everything its decision reads, kept for a second prefill leg."""
-
-    request: GenerateRequest
-    prompt: PromptView
-    matches: PromptMatches
-    shape: RequestShape
-    settings: RoutingSettings
-    connectors: Mapping[str, Connector]
-
-    def facts(self, pool: Pool, *, prefill_failed: bool, prefill_full: bool) -> SplitFacts:
-        block_sizes = [
-            self.matches.block_size(rank)
-            for instance in (*pool.prefill, *pool.answering)
-            for rank in instance.rank_ids()
-        ]
-        return SplitFacts(
-            prompt_tokens=self.shape.prompt_tokens,
-            scored=bool(self.prompt.prompts),
-            splittable=is_splittable(self.request.body, len(self.prompt.prompts)),
-            block_size=max(block_sizes),
-            prefill_failed=prefill_failed,
-            prefill_expected=pool.prefill_expected,
-            prefill_full=prefill_full,
-            unfit=self._unfit(pool, frozenset(block_sizes)),
-            bound=frozenset(
-                each.id
-                for each in pool.answering
-                if each.connector in self.connectors
-                and self.connectors[each.connector].needs_prefill(each)
-            ),
-            paired=frozenset(name for name in pool.prefill_expected if self.pairs_ranks(name)),
-        )
-
-    def pairs_ranks(self, connector: str) -> bool:
-        """Whether both legs should run on ranks of the same number."""
-        return connector in self.connectors and self.connectors[connector].pairs_ranks
-
-    def _unfit(self, pool: Pool, block_sizes: frozenset[int]) -> frozenset[InstanceId]:
-        """Decode instances that can't use what another one computes of this request."""
-        asked = HandOver(
-            prompt_tokens=self.prompt.prompt_tokens,
-            block_sizes=block_sizes,
-            has_adapter=self.request.lora is not None,
-            has_salt=self.request.body.get("cache_salt") is not None,
-        )
-        return frozenset(
-            each.id
-            for each in pool.answering
-            if each.role is Role.DECODE
-            and each.connector in self.connectors
-            and not self.connectors[each.connector].carries(asked, each)
-        )
-
-    def leg(self, choice: Choice, kind: str) -> LegWork:
-        """What booking `choice` means for its rank."""
-        candidate = choice.candidate
-        is_confirmed = candidate.trust in EVENTS_TELL
-        believed_s = self.settings.confirm_s if is_confirmed else self.settings.predicted_ttl_s
-        return LegWork(
-            rank=candidate.rank,
-            kind=kind,
-            prompt_tokens=self.shape.prompt_tokens,
-            uncached_tokens=uncached_tokens(self.shape, candidate),
-            work_s=choice.terms.get("work", 0.0),
-            keys=self.matches.keys(candidate.rank),
-            streamed=kind == "prefill" or self.request.stream,
-            believed_s=believed_s,
-        )
-
 
 class Route:
     """A plan and its bookings. Use as a context manager that lives as long as the request."""
 
-    def __init__(self, question: _Question, plan: RoutePlan, ledger: LoadLedger) -> None:
+    def __init__(self, question: Question, plan: RoutePlan, ledger: LoadLedger) -> None:
         self._question = question
         self._ledger = ledger
         self.plan = plan
@@ -137,6 +62,16 @@ class Route:
             self._hold_prefill(plan.prefill)
         kind = "decode" if plan.prefill else "whole"
         self.decode_guard: LegGuard = ledger.hold(question.leg(plan.decode, kind))
+
+    def forecast(self, kind: str, *, loads: bool) -> Forecast:
+        """What the index promised of the leg of that kind, as it is planned now.
+
+        `loads`: it takes blocks of another engine, too.
+        """
+        prefill = self.plan.prefill
+        choice = prefill if prefill is not None and kind == "prefill" else self.plan.decode
+        is_after_transfer = loads or (prefill is not None and choice is self.plan.decode)
+        return self._question.forecast(choice.candidate.rank, is_after_transfer=is_after_transfer)
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +85,11 @@ class Route:
         self.decode_guard.__exit__(kind, error, traceback)
         if self.prefill_guard:
             self.prefill_guard.__exit__(kind, error, traceback)
+
+    def prefill_cached(self, tokens: int | None) -> None:
+        """What the prefill engine took from its cache; None: it didn't tell."""
+        if self.prefill_guard is not None and tokens is not None:
+            self.prefill_guard.cached(tokens)
 
     def end_prefill(self) -> None:
         """The prefill leg did its work: its rank is free, its blocks are expected to be there."""
@@ -209,6 +149,12 @@ class Router:
     def unknown_ranks(self) -> int:
         """Ranks in the index's answers that the fleet doesn't have, summed over lookups."""
         return self._ranks.unknown
+
+    def trust(self, rank: RankId) -> Trust:
+        """How far what is known of a rank's cache can be believed, as of the last lookups."""
+        known = self._ranks.trusts.get(rank, Trust.LOAD_ONLY)
+        is_guessed = known is Trust.LOAD_ONLY and self._ledger.has_guesses(rank)
+        return Trust.APPROXIMATE if is_guessed else known
 
     def set_settings(self, settings: RoutingSettings, pd: PdSettings, policy: Policy) -> None:
         """Decide by these from the next request on."""
@@ -284,7 +230,8 @@ class Router:
         self._policy.chosen(plan.prefill.candidate.rank)
         return True
 
-    async def _ask(self, fleet: Fleet, request: GenerateRequest, prompt: PromptView) -> _Question:
+    async def _ask(self, fleet: Fleet, request: GenerateRequest, prompt: PromptView) -> Question:
+        matched_s = self._clock()
         with self._tracing.step("match") as step:
             by_rank, outcome = await self._match(prompt.prompts)
             step.note("kvlb.lookup", outcome)
@@ -297,19 +244,20 @@ class Router:
             trusts=self._ranks.trusts,
             tier_weights=self._settings.tier_weights(),
         )
-        return _Question(
+        return Question(
             request=request,
             prompt=prompt,
             matches=matches,
             shape=request_shape(request, prompt, matches, self._settings.session_header),
             settings=self._settings,
             connectors=self._connectors,
+            matched_s=matched_s,
         )
 
     def _plan(
         self,
         fleet: Fleet,
-        question: _Question,
+        question: Question,
         exclude: frozenset[RankId],
         *,
         prefill_failed: bool,
@@ -323,7 +271,7 @@ class Router:
         )
         return self._planner.plan(question.shape, facts, decode, prefill, self._draw())
 
-    def _source(self, question: _Question) -> CandidateSource:
+    def _source(self, question: Question) -> CandidateSource:
         return CandidateSource(
             matches=question.matches,
             ledger=self._ledger,

@@ -166,7 +166,8 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "conflicts": surface.conflicts(),
                 "index_problem": surface.router.lookup_problem,
                 "instances": [
-                    render_instance(each, surface.ledger, facts) for each in fleet.instances
+                    render_instance(each, surface.ledger, facts, surface.router.trust)
+                    for each in fleet.instances
                 ],
                 **example_status(fleet),
                 "config": surface.summary(),

@@ -97,6 +97,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A degraded rank is replayed from its beginning at once and when orphans first appear, then
     after this long, and twice as long each time it hasn't helped; for as long as the engine still
     buffers the beginning."""
+    silent_after_s: PositiveFloat = 10.0
+    """A rank that computes prompts and publishes nothing for this long is degraded."""
     shared_bind: str | None = None
     """`tcp://*:5557`, bound by us for all instances that have a `topic` and no `events`: they
     connect to it."""

@@ -14,6 +14,7 @@ from indexer.config import RankSource
 from indexer.core.index import IndexUnavailableError, NotOwnerError
 from indexer.core.rank_status import RankCounts, RankStatus
 from indexer.ports import Ports
+from indexer.rank_judge import RankJudge
 from indexer.rank_writer import RankWriter, WritingMeans
 from indexer.subscriber import RankSubscriber
 
@@ -39,8 +40,10 @@ class FollowedRank:
         self._ports = ports
         self._counts = RankCounts()
         self._problem: str | None = None
-        self._is_standing_by = False
+        self.is_standing_by = False
+        """Another process writes this rank."""
         self._writer, self._subscriber = self._begin()
+        self.judge = self._new_judge()
 
     def rename(self, alias: str) -> None:
         """Called by this name from now on; what is followed and known stays."""
@@ -57,6 +60,7 @@ class FollowedRank:
         while True:
             try:
                 self._writer, self._subscriber = self._begin()
+                self.judge = self._new_judge()
                 with closing(self._writer):
                     await self._follow(may_resume=may_resume)
             except* NotOwnerError:
@@ -76,7 +80,7 @@ class FollowedRank:
             self._ports.listening(self.source, self._subscriber),
             asyncio.TaskGroup() as group,
         ):
-            self._problem, self._is_standing_by = None, False
+            self._problem, self.is_standing_by = None, False
             self._writer.may_resume = may_resume
             keeping = group.create_task(self._writer.keeper.run())
             await self._subscriber.run()
@@ -86,7 +90,7 @@ class FollowedRank:
         """Wait until the rank is free again."""
         journal = self._means.journal
         self._counts.index_faults["taken_over"] += 1
-        self._is_standing_by = True
+        self.is_standing_by = True
         self._problem = "standing by: another indexer writes this rank"
         names = {"instance": self.source.alias, "rank": self.source.rank.rank}
         _logger.warning("rank_taken_over", **names)
@@ -117,6 +121,16 @@ class FollowedRank:
         """Why the index can't be written for this rank."""
         return self._writer.keeper.problem
 
+    def _new_judge(self) -> RankJudge:
+        return RankJudge(
+            self.source,
+            writer=self._writer,
+            subscriber=self._subscriber,
+            counts=self._counts,
+            config=self._means.config,
+            clock=self._means.clock,
+        )
+
     def status(self) -> RankStatus:
         writer, subscriber, blocks = self._writer, self._subscriber, self._writer.blocks
         return RankStatus(
@@ -126,7 +140,7 @@ class FollowedRank:
             endpoint=self.source.events,
             replay_endpoint=self.source.replay,
             is_connected=subscriber.is_connected,
-            is_standing_by=self._is_standing_by,
+            is_standing_by=self.is_standing_by,
             problem=self._problem or self.index_problem,
             epoch=blocks.epoch,
             epoch_reason=writer.epoch_reason,

@@ -6,7 +6,7 @@ decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `c
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -20,10 +20,11 @@ from indexer.core.events import (
     UndecodableBatchError,
     decode_batch,
 )
-from indexer.core.index import BlockIndex
+from indexer.core.index import BlockIndex, BlocksDropped, Change
 from indexer.core.journal import RankJournal, RankRecord, Resumption
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_status import RankCounts
+from indexer.core.recent_batches import RecentBatches
 from indexer.core.refusals import has_clear, has_lost_events, refused_reasons
 from indexer.core.store_only import StoreOnlyLimits
 from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
@@ -75,6 +76,8 @@ class RankWriter:
         self._set_aside: Counter[str] = Counter()
         self._throttle = Throttle(means.config.log_interval_s)
         self._blocks = self._new_blocks()
+        self.recent = RecentBatches(means.clock())
+        """What the batches of the present epoch stored and removed lately."""
         self.keeper = RankKeeper(
             index=means.index,
             journal=means.journal,
@@ -82,6 +85,7 @@ class RankWriter:
             faults=counts.index_faults,
             on_progress=means.on_progress,
         )
+        self.keeper.on_changes = self._note_lost
 
     @property
     def indexed_seq(self) -> int | None:
@@ -110,6 +114,7 @@ class RankWriter:
             return None
         self._blocks.close()
         self._blocks = blocks
+        self.recent = RecentBatches(self._means.clock())
         self.keeper.resume(blocks, record)
         self.epoch_reason, self.applied_seq = "resumed", record.seq
         self._counts.epochs["resumed"] += 1
@@ -120,6 +125,7 @@ class RankWriter:
     async def open_epoch(self, reason: str) -> None:
         """Nothing of the old epoch counts from here on, even if no batch ever follows."""
         ended, self._blocks = self._blocks, self._new_blocks()
+        self.recent = RecentBatches(self._means.clock())
         self._set_aside = Counter()
         self.epoch_reason = reason
         self.applied_seq = None
@@ -139,6 +145,7 @@ class RankWriter:
             return BatchOutcome(has_refusals=True, orphans=self._blocks.orphans)
         for reason in batch.rejected:
             self._reject(reason)
+        self.recent.note(self._means.clock(), batch)  # first: see `core.contradictions`, rule 2
         await self.keeper.apply(self._blocks, effect.seq, batch, effect.payload)
         self._note(effect, batch)
         self._check_rank(batch)
@@ -195,6 +202,11 @@ class RankWriter:
         self._counts.events += len(batch.events)
         if not effect.replayed:
             self.lag_s = self._means.wall_clock() - batch.ts
+
+    def _note_lost(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, BlocksDropped):
+                self.recent.lose(self._means.clock(), change.keys)
 
     def _check_rank(self, batch: EventBatch) -> None:
         """The connection is the identity, so a batch of another rank is applied all the same.

@@ -6,7 +6,7 @@ goes wrong with one instance or rank is logged, counted and tried again; the oth
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -19,10 +19,12 @@ from indexer.core.epochs import Epochs
 from indexer.core.index import BlockIndex, IndexSize, IndexUnavailableError
 from indexer.core.journal import RankJournal
 from indexer.core.rank_status import InstanceStatus, PortStatus, RankStatus
+from indexer.core.reports import ReportSource
 from indexer.core.types import InstanceId, RankId
 from indexer.followed_rank import FollowedRank
 from indexer.ports import Ports
 from indexer.rank_writer import WritingMeans
+from indexer.report_desk import ReportDesk
 from indexer.sources import FoundSources, SourceError, find_sources
 
 _logger = structlog.get_logger(__name__)
@@ -87,8 +89,12 @@ class IndexerService:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = unix_time_s,
         journal: RankJournal | None = None,
+        reports: ReportSource | None = None,
     ) -> None:
-        """`journal` is the index too, if what it has outlives this process."""
+        """`journal` is the index too, if what it has outlives this process.
+
+        `reports` is where balancers tell what their legs found.
+        """
         self.index_size = IndexSize()
         """As measured last."""
         self._size_problem: str | None = None
@@ -108,6 +114,7 @@ class IndexerService:
             on_progress=self._progress.ring,
             journal=journal,
         )
+        self._desk = ReportDesk(reports, self._followed)
         self._instances: dict[InstanceId, _Instance] = {}
         self._ports: Ports | None = None
         self._moved: set[InstanceId] = set()
@@ -123,6 +130,7 @@ class IndexerService:
                 self._ports = ports
                 running = _Running(group=group, context=context, ports=ports)
                 group.create_task(self._run_measuring())
+                group.create_task(self._desk.run())
                 while True:
                     await self._fleet_changed.wait()
                     self._fleet_changed.clear()
@@ -167,13 +175,14 @@ class IndexerService:
         is_running = self._ports is not None
         return is_running and all(each.state != "searching" for each in self._instances.values())
 
+    @property
+    def dropped_reports(self) -> Mapping[str, int]:
+        """Reports of balancers, or attempts to take some, that came to nothing, by reason."""
+        return self._desk.dropped
+
     def status(self) -> Sequence[RankStatus]:
         """Every rank that is followed."""
-        return [
-            followed.status()
-            for entry in self._instances.values()
-            for followed, _ in entry.ranks.values()
-        ]
+        return [followed.status() for followed in self._followed()]
 
     @property
     def index_problem(self) -> str | None:
@@ -221,6 +230,10 @@ class IndexerService:
         return await self.until(rank, lambda now: now.last_seq is not None and now.last_seq >= seq)
 
     # What runs.
+
+    def _followed(self) -> list[FollowedRank]:
+        entries = self._instances.values()
+        return [followed for entry in entries for followed, _ in entry.ranks.values()]
 
     async def _run_measuring(self) -> None:
         while True:

@@ -32,6 +32,8 @@ class StatusSource(Protocol):
     def index_problem(self) -> str | None: ...
     @property
     def is_ready(self) -> bool: ...
+    @property
+    def dropped_reports(self) -> Mapping[str, int]: ...
     def status(self) -> Sequence[RankStatus]: ...
     def instances(self) -> Sequence[InstanceStatus]: ...
     def ports(self) -> Sequence[PortStatus]: ...
@@ -54,6 +56,14 @@ class IndexerCollector(Collector):
         yield from _reasons(ranks)
         yield _rejections(ranks, self._source.ports())
         yield from _gauges(ranks)
+        dropped = CounterMetricFamily(
+            "kvlb_reports_dropped",
+            "Reports of balancers, or attempts to take some, that came to nothing.",
+            labels=("reason",),
+        )
+        for reason, number in self._source.dropped_reports.items():
+            dropped.add_metric([reason], number)
+        yield dropped
         size = self._source.index_size
 
         yield GaugeMetricFamily(
@@ -139,14 +149,20 @@ def _totals(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
         "Batches applied that name another rank: crossed ports, or a wrong rank_base.",
         labels=_RANK_LABELS,
     )
+    pruned = CounterMetricFamily(
+        "kvlb_pruned_blocks",
+        "Copies of blocks taken out because the engine turned out not to have them.",
+        labels=_RANK_LABELS,
+    )
     for rank in ranks:
+        pruned.add_metric(_labels(rank), rank.counts.pruned_blocks)
         batches.add_metric(_labels(rank), rank.counts.batches)
         wrong_rank.add_metric(_labels(rank), rank.counts.wrong_rank)
         events.add_metric(_labels(rank), rank.counts.events)
         lost.add_metric(_labels(rank), rank.counts.lost_batches)
         connections.add_metric(_labels(rank), rank.counts.connections)
         failures.add_metric(_labels(rank), rank.counts.failures)
-    return batches, events, lost, wrong_rank, connections, failures
+    return batches, events, lost, wrong_rank, pruned, connections, failures
 
 
 def _reasons(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
@@ -167,8 +183,14 @@ def _reasons(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
         "Writes and renewals that the index failed, refused or had lost.",
         labels=(*_RANK_LABELS, "reason"),
     )
+    contradictions = CounterMetricFamily(
+        "kvlb_mispredictions",
+        "Finished legs whose cached tokens were not what the index had predicted, by cause.",
+        labels=(*_RANK_LABELS, "cause"),
+    )
     for rank in ranks:
         for family, counted in (
+            (contradictions, rank.counts.contradictions),
             (index_faults, rank.counts.index_faults),
             (gaps, rank.counts.gaps),
             (replays, rank.counts.replays),
@@ -177,7 +199,7 @@ def _reasons(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
         ):
             for reason, number in counted.items():
                 family.add_metric([*_labels(rank), reason], number)
-    return gaps, replays, epochs, set_aside, index_faults
+    return gaps, replays, epochs, set_aside, index_faults, contradictions
 
 
 def _rejections(ranks: Sequence[RankStatus], ports: Sequence[PortStatus]) -> Metric:

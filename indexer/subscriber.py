@@ -35,6 +35,7 @@ from indexer.core.stream_effects import (
     TrustChanged,
 )
 from indexer.core.types import Trust
+from indexer.core.witness import Evidence
 from indexer.sockets import ReplaySocket, SocketError
 
 _logger = structlog.get_logger(__name__)
@@ -105,6 +106,16 @@ class RankSubscriber:
     async def on_cache_dropped(self) -> None:
         """The engine was made to drop its blocks; its own word follows with its next batch."""
         await self._put(lambda: [OpenEpoch("cache_dropped")])
+
+    async def on_evidence(self, evidence: Evidence) -> None:
+        """Finished legs have shown something."""
+        await self._put(partial(self._weigh_evidence, evidence))
+
+    def _weigh_evidence(self, evidence: Evidence) -> list[Effect]:
+        effects = self.stream.trust.on_evidence(evidence)
+        if evidence is Evidence.SILENT:
+            effects += self.stream.on_silence()
+        return effects
 
     def on_rejected(self, reason: str) -> None:
         self._counts.rejected[reason] += 1

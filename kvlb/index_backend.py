@@ -13,6 +13,7 @@ from indexer.memory_index import MemoryIndex
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
+from indexer.redis_index.reports import RedisReports
 from indexer.redis_index.server_check import check_server
 from indexer.redis_index.settings import RedisSettings
 
@@ -26,6 +27,16 @@ class OpenIndex:
     index: BlockIndex
     journal: RankJournal | None
     """The index too, if what it has outlives the process."""
+    reports: RedisReports | None
+    """What balancers of other processes report, if they can reach it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenReader:
+    """What a process that only looks things up needs."""
+
+    index: PrefixLookup
+    reports: RedisReports
 
 
 @asynccontextmanager
@@ -35,13 +46,13 @@ async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]
     When the block ends its ranks are released, so that another indexer goes on at once.
     """
     if settings is None:
-        yield OpenIndex(index=MemoryIndex(), journal=None)
+        yield OpenIndex(index=MemoryIndex(), journal=None, reports=None)
         return
     async with _connected(settings) as connection:
         index = RedisIndex(connection)
         await check_server(connection)
         try:
-            yield OpenIndex(index=index, journal=index)
+            yield OpenIndex(index=index, journal=index, reports=RedisReports(connection))
         finally:
             try:
                 await index.release()
@@ -50,10 +61,10 @@ async def open_index(settings: RedisSettings | None) -> AsyncIterator[OpenIndex]
 
 
 @asynccontextmanager
-async def open_reader(settings: RedisSettings) -> AsyncIterator[PrefixLookup]:
+async def open_reader(settings: RedisSettings) -> AsyncIterator[OpenReader]:
     """For a process that only looks things up."""
     async with _connected(settings) as connection:
-        yield RedisIndexReader(connection)
+        yield OpenReader(index=RedisIndexReader(connection), reports=RedisReports(connection))
 
 
 @asynccontextmanager

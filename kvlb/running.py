@@ -25,7 +25,9 @@ from balancer.members import Members
 from balancer.routes import add_error_answers
 from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.rank_status import RankStatus
+from indexer.core.reports import ReportSource
 from indexer.core.types import InstanceId
+from indexer.local_reports import LocalReports
 from indexer.service import IndexerService, unix_time_s
 from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
@@ -92,13 +94,15 @@ async def run_kvlb(
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_index(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
-        indexer = await _new_indexer(settings, opened, registry, stack)
+        reports = LocalReports()
+        indexer = await _new_indexer(settings, opened, registry, stack, reports)
         changes = await stack.enter_async_context(open_changes(settings.redis))
         app = _build_app(
             config=settings,
             index=opened.index,
             registry=registry,
             index_status=lambda: render_ranks(indexer),
+            reports=reports,
             tracing=tracing,
             links=FleetLinks(
                 store=changes,
@@ -141,13 +145,14 @@ async def run_balancer(
     if settings.redis is None:
         raise SettingsError(no_redis("balancer"))
     async with AsyncExitStack() as stack:
-        index = await stack.enter_async_context(open_reader(settings.redis))
+        opened = await stack.enter_async_context(open_reader(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
         changes = await stack.enter_async_context(open_changes(settings.redis))
         app = _build_app(
             config=settings,
-            index=index,
+            index=opened.index,
             registry=_new_registry(),
+            reports=opened.reports,
             tracing=tracing,
             links=FleetLinks(store=changes),
         )
@@ -180,7 +185,7 @@ async def run_indexer(
     registry = _new_registry()
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_index(settings.redis))
-        indexer = await _new_indexer(settings, opened, registry, stack)
+        indexer = await _new_indexer(settings, opened, registry, stack, opened.reports)
         changes = await stack.enter_async_context(open_changes(settings.redis))
         admin = settings.admin
         members = Members(settings, store=changes, wall_clock=unix_time_s)
@@ -265,13 +270,18 @@ def _new_registry() -> CollectorRegistry:
 
 
 async def _new_indexer(
-    settings: KvlbSettings, opened: OpenIndex, registry: CollectorRegistry, stack: AsyncExitStack
+    settings: KvlbSettings,
+    opened: OpenIndex,
+    registry: CollectorRegistry,
+    stack: AsyncExitStack,
+    reports: ReportSource | None,
 ) -> IndexerService:
     indexer = IndexerService(
         config=settings.indexer,
         sources=settings.engine_sources(),
         index=opened.index,
         journal=opened.journal,
+        reports=reports,
         http=await stack.enter_async_context(httpx.AsyncClient(trust_env=False)),
     )
     registry.register(IndexerCollector(indexer))

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from simulator.core.event_faults import EventFaults, FaultyWire, affects
 from simulator.core.settings import EngineSettings
-from simulator.core.types import AllBlocksCleared, KvEvent
+from simulator.core.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from simulator.core.wire import EventEncoder, Oddities
 
 _logger = structlog.get_logger(__name__)
@@ -89,8 +89,13 @@ class EventPublisher:
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Send one batch."""
         wire, faults, number = self._wire, self._wire.faults, self._next_seq
-        if faults.hides_clears:
-            events = [event for event in events if not isinstance(event, AllBlocksCleared)]
+        for kind, is_hidden in (
+            (AllBlocksCleared, faults.hides_clears),
+            (BlockStored, faults.hides_stores),
+            (BlockRemoved, faults.hides_removals),
+        ):
+            if is_hidden:
+                events = [event for event in events if not isinstance(event, kind)]
         if faults.is_silent or not events:
             return
         payload = self._encoder.encode_batch(

@@ -5,7 +5,8 @@ Rules:
 1. Only available instances that serve the request's model are candidates, each rank for itself.
 2. An unknown model is 404 or 503 as `core.model_lookup` says. A known model without an available instance is 503; all of them full is another 503.
 3. Overlap is what events say; predicted overlap adds what is on its way there without a gap. A
-   rank that isn't trusted (`load_only`) holds nothing. Several prompts add up. A failed lookup
+   rank that isn't trusted (`load_only`) holds nothing by events; if blocks of earlier legs are
+   guessed to be there it is `approximate`. Several prompts add up. A failed lookup
    costs the overlap; that the rank has events at all stays known.
 4. What lies on slower tiers is held, and has to be loaded: a weight per tier says what it is worth.
 5. The engine computes the last prompt token in any case: overlap is at most tokens - 1.
@@ -79,6 +80,8 @@ class PromptMatches:
                 by_tier = Counter(by_tier) + Counter(more) if by_tier else more
             overlap_tokens += held_tokens
             predicted_tokens += _with_predicted(prompt, rank, size, held_tokens, ledger)
+        if trust is silent and ledger.has_guesses(rank):
+            trust = Trust.APPROXIMATE
         return Candidate(
             rank=rank,
             instance=instance,

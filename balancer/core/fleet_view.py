@@ -7,14 +7,14 @@ Rules:
 3. Addresses and settings are for operators; the client-facing views hold aliases at most.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
 
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.load import LoadLedger
-from indexer.core.types import RankId
+from indexer.core.types import RankId, Trust
 
 RankFacts = Mapping[RankId, Mapping[str, Any]]
 """What the indexer says of each rank: trust, epoch, held blocks; JSON values."""
@@ -71,8 +71,13 @@ def _host_and_port(instance: str) -> str:
     return instance.partition("://")[2]
 
 
-def render_instance(instance: Instance, ledger: LoadLedger, facts: RankFacts) -> Mapping[str, Any]:
-    """One instance for `/status`."""
+def render_instance(
+    instance: Instance,
+    ledger: LoadLedger,
+    facts: RankFacts,
+    trust: Callable[[RankId], Trust],
+) -> Mapping[str, Any]:
+    """One instance for `/status`. `trust` is what routing believes of a rank."""
     models = instance.models
     return {
         "alias": instance.alias,
@@ -92,7 +97,12 @@ def render_instance(instance: Instance, ledger: LoadLedger, facts: RankFacts) ->
             "adapters": sorted(models.adapters),
         },
         "ranks": [
-            {"rank": rank.rank, "load": to_builtins(ledger.load(rank)), "index": facts.get(rank)}
+            {
+                "rank": rank.rank,
+                "trust": trust(rank).value,
+                "load": to_builtins(ledger.load(rank)),
+                "index": facts.get(rank),
+            }
             for rank in instance.rank_ids()
         ],
     }

@@ -92,11 +92,13 @@ class RefusedByHandlerError(BalancerError):
     """The operator's own handler refused the request."""
 
     type = "RequestRefusedError"
+    code = "refused_by_handler"
 
-    def __init__(self, refusal: Refuse) -> None:
-        super().__init__(refusal.message)
-        self.status = refusal.status if 400 <= refusal.status < 600 else 500
-        self.code = refusal.code or "refused_by_handler"
+    def __init__(self, message: str, refusal: Refuse | None = None) -> None:
+        super().__init__(message)
+        if refusal is not None:
+            self.status = refusal.status if 400 <= refusal.status < 600 else 500
+            self.code = refusal.code or self.code
 
 
 def seen(request: GenerateRequest) -> SeenRequest:

@@ -3,7 +3,8 @@
 Rules:
 
 1. Hop-by-hop headers, and the ones `Connection` names, end here (RFC 9110, 7.6.1).
-2. What only we may tell an engine (`X-data-parallel-rank`, the request id) is never the client's.
+2. What only we may tell an engine (`X-data-parallel-rank`, the request id, the session of a full
+   report) is never the client's.
 3. A request id that carries engine addresses (MoRIIO, P2P NCCL) would let a client steer a KV
    transfer: it is replaced. So is anything that isn't a short run of plain characters.
 4. Everything else passes, in its order, values untouched.
@@ -13,6 +14,8 @@ Cost: one pass over the headers.
 
 import re
 from collections.abc import Iterable
+
+from indexer.core.reports import FULL_REPORT_SESSION
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -36,6 +39,7 @@ _REQUEST_STOPS = _HOP_BY_HOP | {
     b"x-data-parallel-rank",
     b"x-request-id",
 }
+_OUR_SESSION = FULL_REPORT_SESSION.encode()
 _ANSWER_STOPS = _HOP_BY_HOP | {b"x-request-id"}
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -44,7 +48,8 @@ _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 
 def pass_request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Keep the client's end-to-end headers, less those that are ours to set."""
-    return _without(headers, _REQUEST_STOPS)
+    passed = _without(headers, _REQUEST_STOPS)
+    return tuple(pair for pair in passed if pair[1] != _OUR_SESSION or pair[0] != b"x-session-id")
 
 
 def pass_answer_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

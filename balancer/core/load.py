@@ -4,7 +4,8 @@ Rules:
 
 1. What is counted up is counted down by the same guard, however the leg ends.
 2. Blocks of a routed prompt count as held by its rank until their time is over or the leg
-   fails, so that siblings and the next turn find them before events tell.
+   fails, so that siblings and the next turn find them before events tell. Where none ever come
+   they are guessed to be held for longer, until the engine reports otherwise.
 3. Nothing here waits or reads a clock: process-local now, shared between balancers later.
 """
 
@@ -74,6 +75,11 @@ class LegWork:
     """The first token can be seen (a stream, or a prefill leg). Only then rates are learned."""
     believed_s: float = 30.0
     """How long after the first token `keys` count as held without an event that says so."""
+    remembered_s: float = 0.0
+    """No events come from this rank: so long after a leg that used them blocks are guessed to be
+    held. 0: events tell."""
+    block_size: int = 0
+    """Tokens per key; 0: `keys` are of several prompts."""
 
 
 class LegGuard(Protocol):
@@ -97,6 +103,10 @@ class LegGuard(Protocol):
         """Completion tokens as the engine reported them; call before the leg ends, if known."""
         ...
 
+    def cached(self, tokens: int) -> None:
+        """Cached tokens as the engine reported them; likewise."""
+        ...
+
 
 class LoadLedger(Protocol):
     """Every implementation passes tests/conformance/test_load_ledger.py."""
@@ -105,6 +115,10 @@ class LoadLedger(Protocol):
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""
+        ...
+
+    def has_guesses(self, rank: RankId) -> bool:
+        """Whether blocks of earlier legs are guessed to be held by a rank without events."""
         ...
 
     def hold(self, work: LegWork) -> LegGuard:

@@ -9,10 +9,13 @@ Rules:
 3. A leg that ends with an exception withdraws its prediction. Otherwise its keys count as held
    until `believed_s` after its first token. A `decode` leg's keys count only from its first token
    on: before the transfer is done, a sibling sent there would compute them again.
-4. Arrivals and work per second are exponential means over 20 s, corrected for a young rank. Recent
+4. On a rank without events the keys of a leg that ended well go into `core.approximate`, which is
+   asked beside the predictions. The cached tokens reported correct it first. When events come at
+   last it is dropped.
+5. Arrivals and work per second are exponential means over 20 s, corrected for a young rank. Recent
    work is a sum that fades over ten minutes; a leg enters it with its first token, since before
    that it counts as queued.
-5. `forget` voids predictions and learned rates; legs in flight stay counted until they end.
+6. `forget` voids predictions and learned rates; legs in flight stay counted until they end.
 
 Cost: O(1) per leg plus its keys; `load` is O(legs due since the last call).
 """
@@ -24,6 +27,7 @@ from math import exp
 from types import TracebackType
 from typing import Self
 
+from balancer.core.approximate import ApproximateBlocks
 from balancer.core.learned import LearnedRates
 from balancer.core.load import LegWork, RankLoad
 from balancer.core.predictions import Prediction, RankPredictions
@@ -59,6 +63,7 @@ class _RankBook:
     """Everything counted for one rank."""
 
     __slots__ = (
+        "approximate",
         "arrivals",
         "counted_s",
         "decoding",
@@ -89,6 +94,7 @@ class _RankBook:
         """Both as they stood at `counted_s`."""
         self.recent = FadingSum(RECENT_TAU_S, now_s)
         self.predictions = RankPredictions(max_predicted_blocks)
+        self.approximate = ApproximateBlocks(max_predicted_blocks)
 
     def count_arrival(self, now_s: float, work_s: float) -> None:
         fade = exp((self.counted_s - now_s) / RATE_TAU_S)
@@ -114,6 +120,7 @@ class _Leg:
         "_ledger",
         "book",
         "booked_s",
+        "cached_tokens",
         "ended",
         "first_s",
         "number",
@@ -134,6 +141,7 @@ class _Leg:
         self.first_s: float | None = None
         self.others = 0
         self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
         self.prediction: Prediction | None = None
         self.ended = False
 
@@ -153,6 +161,9 @@ class _Leg:
 
     def generated(self, tokens: int) -> None:
         self.output_tokens = tokens
+
+    def cached(self, tokens: int) -> None:
+        self.cached_tokens = tokens
 
 
 class LocalLedger:
@@ -197,10 +208,20 @@ class LocalLedger:
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""
         book = self._books.get(rank)
-        if book is None or not book.predictions.blocks:
+        if book is None:
             return 0
-        book.predictions.purge(self._clock())
-        return book.predictions.run_blocks(keys, start)
+        blocks = 0
+        if book.predictions.blocks:
+            book.predictions.purge(self._clock())
+            blocks = book.predictions.run_blocks(keys, start)
+        if book.approximate:
+            blocks = max(blocks, book.approximate.run_blocks(keys, start))
+        return blocks
+
+    def has_guesses(self, rank: RankId) -> bool:
+        """Whether anything is guessed to be held by this rank without events."""
+        book = self._books.get(rank)
+        return book is not None and len(book.approximate) > 0
 
     def hold(self, work: LegWork) -> _Leg:
         """Book `work` at once; the guard counts it until it ends."""
@@ -210,6 +231,10 @@ class LocalLedger:
         if book is None:
             book = self._books[work.rank] = _RankBook(now_s, self._max_predicted_blocks)
         book.predictions.purge(now_s)
+        if work.remembered_s:
+            book.approximate.purge(now_s - work.remembered_s)
+        else:
+            book.approximate.clear()
         leg = _Leg(self, book, work, next(self._numbers), now_s)
         book.requests += 1
         if work.kind != "decode":
@@ -224,6 +249,7 @@ class LocalLedger:
         if book is None:
             return
         book.predictions.clear()
+        book.approximate.clear()
         if not book.requests:
             del self._books[rank]
 
@@ -275,6 +301,8 @@ class LocalLedger:
             self.start_decoding(leg)
         book, work, tokens = leg.book, leg.work, leg.output_tokens
         book.decoding -= 1
+        if work.remembered_s:
+            self._remember(leg)
         if tokens is None or work.kind == "prefill":
             return
         self._learned.on_output(tokens)
@@ -285,6 +313,17 @@ class LocalLedger:
                 tokens=tokens,
                 others=(leg.others + book.decoding) / 2,
             )
+
+    def _remember(self, leg: _Leg) -> None:
+        """The blocks of a rank without events: what the leg showed to be wrong, then its own."""
+        book, work, cached = leg.book, leg.work, leg.cached_tokens
+        if cached is not None and work.block_size and work.kind != "decode":
+            first_missing = cached // work.block_size
+            if first_missing < len(work.keys):
+                book.approximate.on_missing(work.keys[first_missing], leg.booked_s)
+        book.approximate.add(work.keys, self._clock())
+        assert leg.prediction is not None  # noqa: S101 - it has decoded
+        book.predictions.withdraw(leg.prediction)
 
     def _queue(self, leg: _Leg, now_s: float) -> None:
         book, work = leg.book, leg.work

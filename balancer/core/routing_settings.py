@@ -8,7 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt, Share
+from indexer.core.limits import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+)
 from indexer.core.types import Tier
 
 PolicyName = Literal["kvlb", "round_robin", "least_loaded", "prefix_overlap", "session"]
@@ -25,8 +31,10 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Longest wait for the index; then the request is routed by load."""
     confirm_s: PositiveFloat = 2.0
     """How long after its first token a routed prompt counts as held until events confirm it."""
-    predicted_ttl_s: PositiveFloat = 30.0
-    """The same on a rank without events, where nothing ever confirms it."""
+    approximate_ttl_s: PositiveFloat = 120.0
+    """How long after a leg that used them blocks are guessed to be held by a rank without events. A
+    turn of a conversation comes back within it; what the engine has evicted earlier shows in the
+    cached tokens it reports."""
     max_predicted_blocks: PositiveInt = 100_000
     """Predicted blocks kept per rank; about what a GPU holds."""
     cpu_weight: Share = 0.9
@@ -38,7 +46,9 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Request header that names a session, for the policy `session`."""
     max_requests_per_rank: NonNegativeInt = 0
     """Legs in flight at which a rank gets no more; 0: no limit."""
-    """Legs in flight at which a rank gets no more; 0: no limit."""
+    full_report_interval_s: NonNegativeFloat = 10.0
+    """A rank that stays degraded has one request in this time ask its engine to announce the blocks it
+    reuses once more (vLLM from 0.30 on); 0: never."""
 
     def tier_weights(self) -> Mapping[Tier, float]:
         """Worth of a held token by where it lies."""

@@ -185,6 +185,11 @@ class FullGroup:
         node = self._held.find(engine_hash)
         return None if node is None else node.key
 
+    def has_copy(self, engine_hash: EngineHash, tier: int) -> bool:
+        """Whether a removal would find one, parked or not."""
+        is_held = self._held.copies(engine_hash)[tier] > 0
+        return is_held or self.orphans.has_copy(engine_hash, tier)
+
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is held, reachable or not."""
         return self._held.holds(key)

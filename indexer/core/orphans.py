@@ -53,6 +53,10 @@ class Orphans:
             evicted += 1
         return evicted
 
+    def has_copy(self, engine_hash: EngineHash, tier: int) -> bool:
+        block = self.blocks.get(engine_hash)
+        return block is not None and block.copies[tier] > 0
+
     def count_up(self, engine_hash: EngineHash, tier: int) -> bool:
         """One more copy; False if the block isn't parked."""
         block = self.blocks.get(engine_hash)

@@ -28,6 +28,7 @@ Cost: 0.7 µs per block in long events, 1.6 µs to store and 1.2 µs to remove a
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from indexer.core.adapters import Adapters
@@ -36,6 +37,7 @@ from indexer.core.block_tree import TIERS, BlockTree
 from indexer.core.bound import USUAL_LIMITS, BlockBound, TableLimits
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.full_group import FullGroup
+from indexer.core.full_report import store_of_session
 from indexer.core.index import (
     AllDropped,
     BlocksHeld,
@@ -130,6 +132,10 @@ class RankBlocks:
     def groups(self) -> Mapping[int, GroupSpec]:
         """What is known of each group."""
         return {number: group.spec for number, group in self._groups.items()}
+
+    def first_full(self) -> FullGroup | None:
+        """The full group that matches are made of; None: there is none yet."""
+        return min(self._fulls, key=lambda group: group.spec.group, default=None)
 
     def tracked_entries(self) -> int:
         """Entries of all internal tables; 0 when nothing is held or parked: nothing leaks."""
@@ -274,7 +280,9 @@ class RankBlocks:
         if group is None or event.block_size != group.block_size or event.kind is None:
             group = self._group_for(event)
         if group is not None:
-            group.store(event, 0 if event.tier is _GPU else _TIER_NUMBER[event.tier])
+            tier = 0 if event.tier is _GPU else _TIER_NUMBER[event.tier]
+            put = group.store if event.session_id is None else partial(store_of_session, group)
+            put(event, tier)
 
     def _store_for_a_time(self, event: BlockStored, now_s: float) -> None:
         """Store what nobody will take back."""

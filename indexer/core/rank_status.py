@@ -35,6 +35,10 @@ class RankCounts:
     """Times the live socket got a peer."""
     index_faults: Counter[str] = field(default_factory=Counter)
     """What went wrong with the index: unavailable, full, lost, not_renewed, taken_over."""
+    contradictions: Counter[str] = field(default_factory=Counter)
+    """Finished legs that found other blocks cached than predicted, by cause."""
+    pruned_blocks: int = 0
+    """Copies taken out of the tables because the engine turned out not to have them."""
     failures: int = 0
     """Times the subscriber had to be started anew: each one is a bug."""
 

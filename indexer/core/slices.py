@@ -5,7 +5,8 @@ Rules:
 1. A piece holds at most `most_blocks` blocks. All pieces together say what the batch says, in its
    order, so between two of them the rank is as it was at some moment of the batch.
 2. A store is cut into stores that chain; one that contradicts itself, or leaves blocks out, is
-   left whole, so that it is refused, or understood, as a whole.
+   left whole, so that it is refused, or understood, as a whole. So is a full report
+   (`core.full_report`).
 3. Only the first block of a prompt tells the salt: a piece that is not the first has a parent.
 
 Cost: a look at each event.
@@ -18,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from indexer.core.events import BlockRemoved, BlockStored, Event, EventBatch
+from indexer.core.reports import FULL_REPORT_SESSION
 
 Item = TypeVar("Item")
 
@@ -50,7 +52,7 @@ def _parts_of(event: Event, most_blocks: int) -> Iterator[Event]:
         for start in range(0, len(event.hashes), most_blocks):
             hashes = event.hashes[start : start + most_blocks]
             yield msgspec.structs.replace(event, hashes=hashes)
-    elif isinstance(event, BlockStored) and _is_chain(event):
+    elif isinstance(event, BlockStored) and _may_be_cut(event):
         size, extras = event.block_size, event.extra_keys
         for start in range(0, len(event.hashes), most_blocks):
             end = start + most_blocks
@@ -65,11 +67,12 @@ def _parts_of(event: Event, most_blocks: int) -> Iterator[Event]:
         yield event
 
 
-def _is_chain(event: BlockStored) -> bool:
-    """It is whole, and consistent in itself."""
+def _may_be_cut(event: BlockStored) -> bool:
+    """It is whole, and consistent in itself; and no full report, of which the beginning counts."""
     hashes, extras = event.hashes, event.extra_keys
     return (
-        event.block_size > 0
+        event.session_id != FULL_REPORT_SESSION
+        and event.block_size > 0
         and len(event.token_ids) == len(hashes) * event.block_size
         and (extras is None or len(extras) == len(hashes))
         and len({*hashes, event.parent}) == len(hashes) + 1

@@ -173,14 +173,12 @@ class RankStream:
 
     def on_applied(self, seq: int, outcome: BatchOutcome) -> list[Effect]:
         """Batch `seq` had its turn."""
-        effects: list[Effect] = []
-        if outcome.is_cleared and self._gap is None:
-            effects += self.trust.on_cleared(seq)
-        if outcome.has_refusals:
-            effects += self.trust.on_refused(at=seq + 1)
-        if outcome.is_bound_hit:
-            effects += self.trust.on_bound_hit(at=seq + 1)
-        return [*effects, *self.trust.on_orphans(outcome.orphans)]
+        return self.trust.on_applied(seq, outcome, is_gap_open=self._gap is not None)
+
+    def on_silence(self) -> list[Effect]:
+        """The engine computes, and nothing comes: perhaps only the live socket is dead."""
+        is_busy = self._replay is not None or self._next is None
+        return [] if is_busy or not self._may_replay else self._ask(Purpose.GAP)
 
     @property
     def wants_rebuild(self) -> bool:
@@ -209,7 +207,7 @@ class RankStream:
         return [Dropped(seq, "late"), *self._check_life_after_late_batch()]
 
     def _check_life_after_late_batch(self) -> list[Effect]:
-        # A clock set back looks the same as a late batch; one look per number settles it.
+        # So does a clock set back; one look per number settles it.
         if self._replay is not None or self._late_checked_at == self._next:
             return []
         self._late_checked_at = self._next

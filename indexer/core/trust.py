@@ -2,14 +2,18 @@
 
 Rules:
 
-1. Four things keep a rank from being exact: a loss (numbers that never came, or can't be proved),
-   refused events (numbers that came and couldn't be used), the bound of its tables (blocks left
-   that the engine has), and orphans (blocks whose parent is unknown). It is DEGRADED while any of them stands; the reason is the first of that order.
-2. Ways back. From a loss: a complete replay, or a clear after it. From refused events and
-   the bound: a clear after them, or a new epoch without any. From orphans: none are left.
-3. A replay is worth asking for after a loss, and for orphans until one complete replay has
-   brought no parent: then the engine never announced it, or has dropped it since. Once the bound
-   was hit parents are missing because of it.
+1. Six things keep a rank from being exact: silence (the engine computes and publishes nothing), a
+   loss (numbers that never came, or can't be proved), refused events (numbers that came and
+   couldn't be used), the bound of its tables (blocks left that the engine has), orphans (blocks
+   whose parent is unknown), and contradictions (finished legs found other blocks cached than were
+   told of, `core.witness`). It is DEGRADED while any of them stands; the reason is the first of
+   that order.
+2. Ways back. From silence: the next batch. From a loss: a complete replay, or a clear after it.
+   From refused events and the bound: a clear after them, or a new epoch without any. From orphans:
+   none are left. From contradictions: a complete replay, a clear, or legs that agree.
+3. A replay is worth asking for after a loss; for orphans until one complete replay has brought no
+   parent: then the engine never announced it, or has dropped it since; for contradictions until one
+   complete replay has not ended them. Once the bound was hit both may be because of it.
 4. A new epoch forgets what stood against the old one, silently: until it has been joined the last
    word stays, and only the join says otherwise.
 5. A change of level, or of the reason for a lower one, is reported once.
@@ -17,8 +21,11 @@ Rules:
 Cost: constant.
 """
 
-from indexer.core.stream_effects import Effect, TrustChanged
+from typing import assert_never
+
+from indexer.core.stream_effects import BatchOutcome, Effect, TrustChanged
 from indexer.core.types import Trust
+from indexer.core.witness import Evidence
 
 
 class RankTrust:
@@ -40,8 +47,10 @@ class RankTrust:
         self._bound_hit_at: int | None = None
         """First number after the newest block that had to leave."""
         self._orphans = 0
+        self._contradiction: str | None = None
+        self._is_silent = False
         self._is_replay_tried = False
-        """A complete replay has told all there is to tell about parents."""
+        """A complete replay has told all there is to tell."""
 
     def resume(self, level: Trust, *, at: int) -> None:
         """Another process left off before number `at`; what lowered trust then still stands."""
@@ -52,8 +61,9 @@ class RankTrust:
     @property
     def is_healed_by_replay(self) -> bool:
         """What was refused once would be refused again; anything else is worth a replay."""
+        is_untold = self._orphans > 0 or self._contradiction is not None
         is_hopeless = self._is_replay_tried or self._bound_hit_at is not None
-        return self._loss is not None or (self._orphans > 0 and not is_hopeless)
+        return self._loss is not None or (is_untold and not is_hopeless)
 
     def on_epoch(self) -> None:
         """Nothing that stood against the old epoch matters any more."""
@@ -93,6 +103,17 @@ class RankTrust:
         self._orphans = orphans
         return self._weigh("orphans_gone")
 
+    def on_applied(self, seq: int, outcome: BatchOutcome, *, is_gap_open: bool) -> list[Effect]:
+        """Batch `seq` had its turn."""
+        effects = self.on_heard()
+        if outcome.is_cleared and not is_gap_open:
+            effects += self.on_cleared(seq)
+        if outcome.has_refusals:
+            effects += self.on_refused(at=seq + 1)
+        if outcome.is_bound_hit:
+            effects += self.on_bound_hit(at=seq + 1)
+        return [*effects, *self.on_orphans(outcome.orphans)]
+
     def on_cleared(self, seq: int) -> list[Effect]:
         """Batch `seq` said that the cache is empty: nothing older matters any more."""
         if seq >= self._lost_at:
@@ -102,7 +123,30 @@ class RankTrust:
         if self._bound_hit_at is not None and seq >= self._bound_hit_at:
             self._bound_hit_at = None
         self._orphans = 0
+        self._contradiction = None
         return self._weigh("cleared")
+
+    def on_evidence(self, evidence: Evidence) -> list[Effect]:
+        """Finished legs have shown something."""
+        match evidence:
+            case Evidence.SILENT:
+                self._is_silent = True
+            case Evidence.UNSEEN_BLOCKS | Evidence.MISPREDICTED:
+                self._contradiction = self._contradiction or evidence.value
+            case Evidence.AGREED:
+                if self._contradiction is not None:
+                    self._contradiction = None
+                    self._is_replay_tried = False
+            case _:
+                assert_never(evidence)
+        return self._weigh("agreed")
+
+    def on_heard(self) -> list[Effect]:
+        """A batch has come."""
+        if not self._is_silent:
+            return []
+        self._is_silent = False
+        return self._weigh("heard_again")
 
     def _join(self, reason: str) -> list[Effect]:
         self._is_joined = True
@@ -111,15 +155,18 @@ class RankTrust:
     def _weigh(self, way_back: str) -> list[Effect]:
         if not self._is_joined:
             return []
-        if self._loss is not None:
-            return self._report(Trust.DEGRADED, self._loss)
-        if self._refused_at is not None:
-            return self._report(Trust.DEGRADED, "events_refused")
-        if self._bound_hit_at is not None:
-            return self._report(Trust.DEGRADED, "bound_hit")
-        if self._orphans:
-            return self._report(Trust.DEGRADED, "orphans")
-        return self._report(Trust.EXACT, way_back)
+        standing = (
+            "silent" if self._is_silent else None,
+            self._loss,
+            "events_refused" if self._refused_at is not None else None,
+            "bound_hit" if self._bound_hit_at is not None else None,
+            "orphans" if self._orphans else None,
+            self._contradiction,
+        )
+        reason = next(filter(None, standing), None)
+        if reason is None:
+            return self._report(Trust.EXACT, way_back)
+        return self._report(Trust.DEGRADED, reason)
 
     def _report(self, level: Trust, reason: str) -> list[Effect]:
         is_same_level = level is self.level

@@ -151,6 +151,10 @@ class WindowGroup:
                 self._set_key(engine_hash, named[number])
             self._count_up(copies, engine_hash, tier)
 
+    def has_copy(self, engine_hash: EngineHash, tier: int) -> bool:
+        """Whether a removal would find one."""
+        return engine_hash in self._copies[tier]
+
     def recall(self, hashes: Sequence[EngineHash], tier: int) -> None:
         """Blocks were stored without tokens: only held hashes mean something."""
         if self._touched is not None:

@@ -25,6 +25,11 @@ class ModelKeys:
         self.ranks = f"{tag}:ranks"
         """Hash: rank digest to its description."""
 
+    @property
+    def reports(self) -> str:
+        """List: what balancers tell of finished legs (`reports.py`)."""
+        return f"{self.tag}:reports"
+
     def rank(self, rank: RankId) -> "RankKeys":
         return RankKeys(self, rank_digest(rank))
 

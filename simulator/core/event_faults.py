@@ -45,6 +45,10 @@ class EventFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Removals name hashes as byte strings where stores name them as numbers."""
     hides_clears: bool = False
     """A reset or sleep tells nothing."""
+    hides_stores: bool = False
+    """Nobody is ever told of new blocks, nor that something is missing."""
+    hides_removals: bool = False
+    """Nobody is ever told of blocks that went."""
     is_silent: bool = False
     """The engine works on and publishes nothing any more."""
     copies_medium: str | None = None

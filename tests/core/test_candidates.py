@@ -374,3 +374,29 @@ def test_the_output_limit_is_the_engines(
 
     assert shape.max_output_tokens == limit
     assert shape.prompt_tokens == 40
+
+
+def test_rank_without_events_is_approximate_once_something_was_routed_there(
+    ledger: LocalLedger,
+) -> None:
+    """Its guessed blocks count as predicted, never as held."""
+    what = prompt(64)
+    matches = PromptMatches(prompts=(what,), block_sizes={})
+    before = matches.candidate(rank("a"), instance("a"), ledger)
+    left = LegWork(
+        rank=rank("a"),
+        kind="whole",
+        prompt_tokens=64,
+        uncached_tokens=64,
+        work_s=0,
+        keys=what.keys(16),
+        remembered_s=60.0,
+    )
+    with ledger.hold(left):
+        pass
+
+    after = matches.candidate(rank("a"), instance("a"), ledger)
+
+    assert (before.trust, before.predicted_tokens) == (Trust.LOAD_ONLY, 0)
+    assert (after.trust, after.predicted_tokens) == (Trust.APPROXIMATE, 48)
+    assert after.overlap_tokens == 0

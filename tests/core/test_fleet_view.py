@@ -16,7 +16,7 @@ from balancer.core.fleet_view import (
 )
 from balancer.core.local_ledger import LocalLedger
 from indexer.core.model_cards import parse_model_list
-from indexer.core.types import InstanceId, RankId
+from indexer.core.types import InstanceId, RankId, Trust
 
 
 def instance(alias: str, *adapters: str, **fields: Any) -> Instance:
@@ -83,16 +83,19 @@ def test_instance_is_shown_with_its_ranks() -> None:
     ledger = LocalLedger(clock=lambda: 0.0)
     facts = {RankId(shown.id, 1): {"trust": "exact"}}
 
-    view = render_instance(shown, ledger, facts)
+    view = render_instance(shown, ledger, facts, lambda _: Trust.EXACT)
 
     assert view["models"] == {"base": "base", "aliases": [], "adapters": ["one"]}
     assert [each["index"] for each in view["ranks"]] == [None, {"trust": "exact"}]
     assert view["ranks"][0]["load"]["requests"] == 0
+    assert [each["trust"] for each in view["ranks"]] == ["exact", "exact"]
 
 
 def test_instance_without_models_is_shown() -> None:
     """It may not have answered yet."""
-    view = render_instance(instance("a", models=None), LocalLedger(clock=lambda: 0.0), {})
+    view = render_instance(
+        instance("a", models=None), LocalLedger(clock=lambda: 0.0), {}, lambda _: Trust.LOAD_ONLY
+    )
 
     assert view["models"] is None
 

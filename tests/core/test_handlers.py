@@ -31,7 +31,7 @@ def test_handler_sees_the_request() -> None:
 )
 def test_refusal_is_an_error(status: int, answered: int) -> None:
     """Another status than that of an error would be a lie."""
-    error = RefusedByHandlerError(Refuse(status=status, message="no"))
+    error = RefusedByHandlerError("no", Refuse(status=status, message="no"))
 
     assert (error.status, error.code, error.message) == (answered, "refused_by_handler", "no")
 

@@ -1,6 +1,6 @@
 """The in-memory ledger: figures over time. What every ledger must do is in conformance."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -255,3 +255,74 @@ def test_predictions_equal_a_naive_count(chains: list[tuple[int, int, bool]], st
 
         assert predictions.run_blocks(prompt, start) == max(0, covered - start)
     assert predictions.blocks == sum(map(len, live))
+
+
+def guessing(kind: str = "whole", *, keys: list[BlockKey] | None = None) -> LegWork:
+    """A leg on a rank that has no events."""
+    return replace(work(kind, keys=keys), remembered_s=60.0, block_size=16)
+
+
+def test_rank_without_events_is_guessed_to_hold_what_legs_left(
+    ledger: LocalLedger, clock: Clock
+) -> None:
+    """Until so long after the last of them."""
+    with ledger.hold(guessing()) as leg:
+        assert not ledger.has_guesses(RANK)
+        leg.first_token()
+    clock.now_s += 50.0
+    assert (predicted(ledger), ledger.has_guesses(RANK)) == (8, True)
+
+    clock.now_s += 11.0
+    ledger.hold(guessing(keys=[BlockKey(99)])).__exit__(None, None, None)
+
+    assert predicted(ledger) == 0
+
+
+def test_cached_tokens_correct_the_guesses(ledger: LocalLedger, clock: Clock) -> None:
+    """Less than guessed: what was used no later is gone, and the leg's own blocks are there."""
+    with ledger.hold(guessing(keys=[BlockKey(98)])):
+        pass
+    with ledger.hold(guessing()):
+        pass
+    clock.now_s += 1.0
+
+    with ledger.hold(guessing(keys=KEYS[:4])) as leg:
+        leg.cached(2 * 16)
+
+    assert predicted(ledger) == 4
+    assert ledger.predicted_blocks(RANK, [BlockKey(98)], 0) == 0
+
+
+@pytest.mark.parametrize(("kind", "cached"), [("decode", 0), ("whole", 8 * 16), ("whole", None)])
+def test_figures_that_correct_nothing(
+    ledger: LocalLedger, clock: Clock, kind: str, cached: int | None
+) -> None:
+    """A transfer's, one that agrees, and none at all."""
+    with ledger.hold(guessing()):
+        pass
+    clock.now_s += 1.0
+
+    with ledger.hold(guessing(kind)) as leg:
+        if cached is not None:
+            leg.cached(cached)
+
+    assert predicted(ledger) == 8
+
+
+def test_failed_leg_leaves_no_guess(ledger: LocalLedger) -> None:
+    """Nor does one that is told of twice."""
+    leg = ledger.hold(guessing())
+    leg.__exit__(ValueError, ValueError(), None)
+    leg.__exit__(None, None, None)
+
+    assert not ledger.has_guesses(RANK)
+
+
+def test_guesses_end_when_events_begin_and_when_the_rank_restarts(ledger: LocalLedger) -> None:
+    """Events know better; a new process knows nothing."""
+    for end in (lambda: ledger.hold(work()), lambda: ledger.forget(RANK)):
+        with ledger.hold(guessing()):
+            pass
+        assert ledger.has_guesses(RANK)
+        end()
+        assert not ledger.has_guesses(RANK)

@@ -21,6 +21,7 @@ from indexer.core.index import (
     RankUpdate,
 )
 from indexer.core.rank_blocks import RankBlocks
+from indexer.core.reports import FULL_REPORT_SESSION
 from indexer.core.types import BlockKey, EngineHash, InstanceId, RankId, Tier
 
 RANK = RankId(InstanceId("http://engine:8000"), 0)
@@ -960,3 +961,53 @@ def test_whatever_comes_is_applied_and_a_clear_leaves_nothing(
     rank.apply(CLEARED)
     assert rank.shown == set()
     assert rank.blocks.tracked_entries() == 0
+
+
+# Full reports: what a request of ours has the engine announce again.
+
+
+def test_what_is_announced_again_on_request_is_no_copy_more(rank: Rank) -> None:
+    """Known blocks keep their copies, on every tier; one eviction each, and all is gone."""
+    rank.apply(stored(1, 2), stored(1, 2, tier=Tier.CPU), stored(1))
+    ours: dict[str, Any] = {"session_id": FULL_REPORT_SESSION}
+
+    rank.apply(stored(1, 2, 3, **ours))
+
+    assert rank.held() == set(keys_of(1, 2, 3))
+    rank.apply(removed(3), removed(2), removed(1), removed(1))
+    assert rank.held() == set()
+    rank.apply(removed(2, tier=Tier.CPU), removed(1, tier=Tier.CPU))
+    assert rank.blocks.tracked_entries() == 0
+
+
+def test_what_the_request_computes_below_is_a_copy_like_any_other(rank: Rank) -> None:
+    """Only what begins at the root may have been reused; another session's may not."""
+    ours: dict[str, Any] = {"session_id": FULL_REPORT_SESSION}
+    rank.apply(stored(1, 2, **ours), stored(3, parent=2, **ours), stored(3, parent=2, **ours))
+    rank.apply(stored(1, session_id="other"))
+
+    rank.apply(removed(3), removed(2), removed(1))
+
+    assert rank.held() == set(keys_of(1))
+
+
+def test_announced_again_places_and_counts_parked_blocks_once(rank: Rank) -> None:
+    """An orphan was announced before its parent was known."""
+    rank.apply(stored(2, parent=1))
+    rank.apply(stored(1, 2, session_id=FULL_REPORT_SESSION))
+    assert rank.held() == set(keys_of(1, 2))
+
+    rank.apply(removed(2), removed(1))
+
+    assert rank.blocks.tracked_entries() == 0
+
+
+def test_window_blocks_announced_again_are_no_copies_more(rank: Rank) -> None:
+    """Each group tells its own."""
+    window: dict[str, Any] = {"kind": "sliding_window", "window_tokens": 9, "group": 1}
+    rank.apply(stored(1, 2, kind="full_attention"), stored(1, 2, **window))
+    rank.apply(stored(1, 2, session_id=FULL_REPORT_SESSION, **window))
+
+    rank.apply(removed(1, 2, group=1))
+
+    assert rank.held(group=1) == set()

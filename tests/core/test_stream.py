@@ -20,6 +20,7 @@ from indexer.core.stream_effects import (
     TrustChanged,
 )
 from indexer.core.types import Trust
+from indexer.core.witness import Evidence
 
 
 def batch(seq: int, life: int = 0, ts: int | None = None) -> bytes:
@@ -996,3 +997,26 @@ def test_restarts_leave_exactly_the_last_life(steps: list[tuple[str, int]]) -> N
 
     assert network.payloads == network.publisher.batches
     assert network.stream.trust.level is Trust.EXACT
+
+
+# Silence.
+
+
+def test_silent_stream_is_asked_for_what_it_may_have_published() -> None:
+    """Perhaps only the live socket is dead: then replay tells what it missed."""
+    stream = live_at(2)
+    stream.trust.on_evidence(Evidence.SILENT)
+
+    (asked,) = stream.on_silence()
+
+    assert isinstance(asked, RequestReplay)
+    assert asked.from_seq == 3
+    assert stream.on_silence() == []
+    assert stream.on_replayed(asked.ticket, 3, batch(3)) == [waited(3)]
+    assert stream.on_applied(3, BatchOutcome()) == [TrustChanged(Trust.EXACT, "heard_again")]
+
+
+def test_silence_is_not_asked_about_where_nobody_could_answer() -> None:
+    """No replay socket, or nothing known of this life."""
+    assert without_replay(2).on_silence() == []
+    assert make_stream().on_silence() == []

@@ -6,6 +6,7 @@ from functools import partial
 from indexer.core.stream_effects import TrustChanged
 from indexer.core.trust import RankTrust
 from indexer.core.types import Trust
+from indexer.core.witness import Evidence
 
 
 def whole() -> RankTrust:
@@ -120,3 +121,58 @@ def test_bound_stands_until_a_clear_and_makes_replays_useless() -> None:
     assert not trust.is_healed_by_replay
     assert trust.on_cleared(8) == []
     assert trust.on_cleared(9) == [TrustChanged(Trust.EXACT, "cleared")]
+
+
+def test_contradictions_lower_trust_and_a_complete_replay_raises_it() -> None:
+    """They stand behind everything else, and the first of them is told."""
+    trust = whole()
+
+    lowered = trust.on_evidence(Evidence.UNSEEN_BLOCKS)
+    assert lowered == [TrustChanged(Trust.DEGRADED, "unseen_blocks")]
+    assert trust.is_healed_by_replay
+    assert trust.on_evidence(Evidence.MISPREDICTED) == []
+    assert trust.on_orphans(1) == [TrustChanged(Trust.DEGRADED, "orphans")]
+
+    trust.on_epoch()
+    assert trust.on_whole("replayed", by_rebuild=True) == [TrustChanged(Trust.EXACT, "replayed")]
+
+
+def test_contradictions_that_outlive_a_replay_are_not_replayed_again() -> None:
+    """The engine told the same again. Legs that agree take it back, and the next is replayed."""
+    trust = whole()
+    trust.on_epoch()
+    trust.on_whole("replayed", by_rebuild=True)
+
+    trust.on_evidence(Evidence.MISPREDICTED)
+    assert not trust.is_healed_by_replay
+    assert trust.on_evidence(Evidence.AGREED) == [TrustChanged(Trust.EXACT, "agreed")]
+    assert trust.on_evidence(Evidence.AGREED) == []
+
+    trust.on_evidence(Evidence.MISPREDICTED)
+    assert trust.is_healed_by_replay
+
+
+def test_clear_takes_contradictions_along() -> None:
+    """What was wrong is gone with everything else."""
+    trust = whole()
+    trust.on_evidence(Evidence.MISPREDICTED)
+
+    assert trust.on_cleared(7) == [TrustChanged(Trust.EXACT, "cleared")]
+
+
+def test_silence_stands_before_all_else_until_something_is_heard() -> None:
+    """Nothing else can be judged meanwhile."""
+    trust = whole()
+    assert trust.on_heard() == []
+    trust.on_loss("gap_lost", at=3)
+
+    assert trust.on_evidence(Evidence.SILENT) == [TrustChanged(Trust.DEGRADED, "silent")]
+    assert trust.on_heard() == [TrustChanged(Trust.DEGRADED, "gap_lost")]
+
+
+def test_evidence_before_a_rank_is_joined_waits() -> None:
+    """Until then nothing is believed anyway."""
+    trust = RankTrust()
+
+    assert trust.on_evidence(Evidence.SILENT) == []
+    assert trust.on_whole("fresh") == [TrustChanged(Trust.DEGRADED, "silent")]

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Response
 
 from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.index import BlockIndex
+from indexer.core.reports import ReportSource
 from indexer.memory_index import MemoryIndex
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
@@ -229,7 +230,10 @@ def indexing(
 
     @asynccontextmanager
     async def run(
-        *sources: InstanceSource, index: BlockIndex | None = None, **settings: Any
+        *sources: InstanceSource,
+        index: BlockIndex | None = None,
+        reports: ReportSource | None = None,
+        **settings: Any,
     ) -> AsyncIterator[tuple[IndexerService, BlockIndex]]:
         config = IndexerConfig(
             **{
@@ -251,6 +255,7 @@ def indexing(
                 index=used,
                 http=http,
                 journal=used if isinstance(used, RedisIndex) else None,
+                reports=reports,
             )
             running = group.create_task(service.run())
             yield service, used

@@ -151,6 +151,19 @@ async def test_the_rank_that_holds_the_prompt_is_chosen(bench: Bench) -> None:
     assert bench.lookups == ["ok"]
 
 
+async def test_what_the_index_promised_of_each_leg_is_told(bench: Bench) -> None:
+    """Of the rank that gets it; a leg that takes blocks of another engine says nothing of it."""
+    bench.index.held_tokens = {rank("a"): 0, rank("b"): 3200}
+    route = await bench.build().route(PAIR, request(), view())
+
+    own, loading = (route.forecast("whole", loads=loads) for loads in (False, True))
+
+    assert own.rank == rank("b")
+    assert own.match is not None
+    assert (own.match.tokens, own.incomparable) == (3200, None)
+    assert loading.incomparable == "after_transfer"
+
+
 async def test_a_route_is_booked_until_it_ends(bench: Bench) -> None:
     """At once, before anyone enters it; afterwards only its prediction stays."""
     router = bench.build()
@@ -307,7 +320,7 @@ async def test_belief_depends_on_events(bench: Bench, trust: Trust, held_later: 
         index=bench.index,
         ledger=ledger,
         policy=named_policy("kvlb"),
-        settings=RoutingSettings(confirm_s=2, predicted_ttl_s=30),
+        settings=RoutingSettings(confirm_s=2, approximate_ttl_s=30),
         random=lambda: 0.5,
         clock=lambda: now_s[0],
     )
@@ -357,7 +370,7 @@ async def test_rank_with_events_is_believed_for_no_longer_than_one(
     ledger = LocalLedger(lambda: now_s[0])
     bench.index.held_tokens = {rank("a"): 0}
     alone = Fleet(instances=(instance("a"),))
-    router = bench.build(RoutingSettings(confirm_s=2, predicted_ttl_s=30), ledger=ledger)
+    router = bench.build(RoutingSettings(confirm_s=2, approximate_ttl_s=30), ledger=ledger)
     if fault == "nothing-stored":
         bench.index.block_size = None
     else:

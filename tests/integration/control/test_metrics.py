@@ -10,9 +10,10 @@ from balancer.core.load import LegWork
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.metrics import BalancerMetrics, FleetCollector
+from balancer.fleet_metrics import FleetCollector
+from balancer.metrics import BalancerMetrics
 from indexer.core.model_cards import parse_model_list
-from indexer.core.types import InstanceId, RankId
+from indexer.core.types import InstanceId, RankId, Trust
 
 
 def instance(alias: str) -> Instance:
@@ -41,6 +42,9 @@ class Bench:
             ledger=self.ledger,
             unknown_ranks=lambda: self.unknown_ranks,
             fleet_bugs=lambda: 0,
+            lost_reports=lambda: 4,
+            full_reports=lambda: 5,
+            trust=lambda _: Trust.DEGRADED,
         )
         self.registry.register(collector)
 

@@ -300,7 +300,13 @@ async def test_body_over_the_limit_is_413(
     [
         (
             "full",
-            {"x-kvlb-instance", "x-kvlb-prefill", "x-kvlb-reason", "x-kvlb-overlap-tokens"},
+            {
+                "x-kvlb-instance",
+                "x-kvlb-prefill",
+                "x-kvlb-reason",
+                "x-kvlb-overlap-tokens",
+                "x-kvlb-trust",
+            },
         ),
         ("id", set()),
         ("off", set()),

@@ -1,0 +1,114 @@
+"""Weighs what finished legs say of one rank, prunes its tables, and tells its stream what is proved."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+
+from indexer.config import IndexerConfig, RankSource
+from indexer.core.contradictions import Cause, Weighed, weigh
+from indexer.core.events import BlockRemoved
+from indexer.core.rank_holdings import RankHoldings
+from indexer.core.rank_status import RankCounts
+from indexer.core.reports import CacheReport, Report
+from indexer.core.throttle import Throttle
+from indexer.core.witness import Evidence, Pending, RankWitness
+from indexer.rank_writer import RankWriter
+from indexer.subscriber import RankSubscriber
+
+_logger = structlog.get_logger(__name__)
+
+_MOST_ROUNDS = 1000
+"""For one report: a million ghosts."""
+
+
+class RankJudge:
+    """One per writer and subscriber of a rank."""
+
+    def __init__(
+        self,
+        source: RankSource,
+        *,
+        writer: RankWriter,
+        subscriber: RankSubscriber,
+        counts: RankCounts,
+        config: IndexerConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._source = source
+        self._writer = writer
+        self._subscriber = subscriber
+        self._counts = counts
+        self._silent_after_s = config.silent_after_s
+        self._clock = clock
+        self._throttle = Throttle(config.log_interval_s)
+        self._witness = RankWitness(writer.blocks.epoch, config.silent_after_s)
+
+    def hear(self, report: Report) -> Iterable[Evidence]:
+        """Take in one report; what it proves at once is for `tell`."""
+        witness = self._present_witness()
+        if report.epoch == witness.epoch:
+            return witness.hear(report, self._clock())
+        if isinstance(report, CacheReport):
+            self._counts.contradictions[Cause.NEW_EPOCH] += 1
+        return ()
+
+    async def tell(self, proved: Iterable[Evidence]) -> None:
+        """Have the stream draw its conclusions."""
+        for evidence in proved:
+            await self._subscriber.on_evidence(evidence)
+
+    async def tick(self) -> None:
+        """Weigh what is due."""
+        if not self._witness.is_waiting:
+            return
+        while (due := self._present_witness().take_due(self._clock())) is not None:
+            await self._weigh(due)
+            await asyncio.sleep(0)  # one pass over a large rank is enough for a turn
+        witness = self._present_witness()
+        await self.tell(witness.check_silence(self._clock(), self._writer.recent.newest_s))
+        if witness.overflown:
+            self._counts.contradictions["overflown"] += witness.overflown
+            witness.overflown = 0
+
+    def _present_witness(self) -> RankWitness:
+        epoch = self._writer.blocks.epoch
+        if self._witness.epoch != epoch:
+            self._witness = RankWitness(epoch, self._silent_after_s)
+        return self._witness
+
+    async def _weigh(self, due: Pending) -> None:
+        witness = self._witness
+        weighed = await self._prune_some(due)
+        if witness.postpone(due, weighed.cause, self._clock()):
+            return
+        self._counts.contradictions[weighed.cause] += 1
+        if weighed.copies and self._throttle.admits("pruned", self._clock()):
+            names = {"instance": self._source.alias, "rank": self._source.rank.rank}
+            _logger.warning("blocks_pruned", **names, copies=weighed.copies)
+        for _ in range(_MOST_ROUNDS):
+            if weighed.is_all:
+                break
+            await asyncio.sleep(0)
+            weighed = await self._prune_some(due)
+        await self.tell(witness.judge(weighed.cause))
+
+    async def _prune_some(self, due: Pending) -> Weighed:
+        """Weigh, and take out what that finds: no other batch comes in between."""
+        writer, report = self._writer, due.report
+        blocks = writer.blocks
+        weighed = Weighed(cause=Cause.NEW_EPOCH)
+
+        def find() -> Sequence[BlockRemoved]:
+            nonlocal weighed
+            if report.epoch != blocks.epoch:
+                return ()
+            if self._witness.is_drafting(report):
+                weighed = Weighed(cause=Cause.DRAFTING)
+            else:
+                weighed = weigh(report, due.matched_s, RankHoldings(blocks), writer.recent)
+            return weighed.events
+
+        await writer.keeper.prune(blocks, find)
+        self._counts.pruned_blocks += weighed.copies
+        return weighed
