@@ -35,6 +35,7 @@ from balancer.exchange import AsgiExchange
 from balancer.fleet import FleetKeeper
 from balancer.fleet_control import FleetControl, FleetLinks
 from balancer.handling import Handling
+from balancer.index_watch import IndexWatch
 from balancer.metrics import BalancerMetrics, FleetCollector
 from balancer.own_code import load_policy
 from balancer.router import Router
@@ -127,7 +128,7 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
     """Build everything. `config` has been through `check_config`.
 
     `index_status` tells trust, epoch and held blocks by rank for `/status`. Without it `/status`
-    shows what the last lookups told. Raises ConfigError if the registration service can't have its
+    shows what the index itself tells (`IndexWatch`). Raises ConfigError if the registration service can't have its
     port.
     """
     builder = _Builder(
@@ -197,6 +198,12 @@ class _Builder:
             clock=surroundings.clock,
             on_lookup=self._metrics.on_lookup,
             tracing=self._tracing,
+        )
+        self._watch = IndexWatch(
+            index=index,
+            router=self._router,
+            fleet=self._keeper.snapshot,
+            clock=surroundings.clock,
         )
         settings = config.dataplane
         self._upstream = Upstream(
@@ -288,6 +295,7 @@ class _Builder:
                     group.create_task(self._keep(app)),
                     group.create_task(self._load()),
                     group.create_task(self._control.run()),
+                    group.create_task(self._watch.run()),
                 ]
                 yield
                 for task in tasks:
