@@ -38,6 +38,7 @@ from balancer.fleet import FleetKeeper
 from balancer.fleet_control import FleetControl, FleetLinks
 from balancer.fleet_metrics import FleetCollector
 from balancer.handling import Handling
+from balancer.index_watch import IndexWatch
 from balancer.metrics import BalancerMetrics
 from balancer.own_code import load_policy
 from balancer.reporting import Reporting
@@ -134,8 +135,8 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
     """Build everything. `config` has been through `check_config`.
 
     `index_status` tells trust, epoch and held blocks by rank for `/status`. Without it `/status`
-    shows what the last lookups told. `reports` takes what finished legs show of the index. Raises
-    ConfigError if the registration service can't have its port.
+    shows what the index itself tells (`IndexWatch`). `reports` takes what finished legs show of
+    the index. Raises ConfigError if the registration service can't have its port.
     """
     builder = _Builder(
         config, index, registry, surroundings or TimeAndChance(), tracing or NoTracing()
@@ -209,6 +210,12 @@ class _Builder:
             tracing=self._tracing,
         )
         self._full_reports = FullReports(config.routing.full_report_interval_s)
+        self._watch = IndexWatch(
+            index=index,
+            router=self._router,
+            fleet=self._keeper.snapshot,
+            clock=surroundings.clock,
+        )
         settings = config.dataplane
         self._upstream = Upstream(
             connect_timeout_s=settings.connect_timeout_s,
@@ -312,6 +319,7 @@ class _Builder:
                     group.create_task(self._control.run()),
                     group.create_task(self._reporting.run()),
                     group.create_task(self._run_releases()),
+                    group.create_task(self._watch.run()),
                 ]
                 yield
                 for task in tasks:

@@ -45,6 +45,7 @@ from indexer.core.types import RankId, Trust
 
 logger = structlog.get_logger(__name__)
 
+_TOO_SLOW = "the index didn't answer within routing.lookup_timeout_s"
 _FAILURE_LOG_S = 30.0
 """Between two log lines about the same failure."""
 
@@ -138,7 +139,7 @@ class Router:
         self._ranks = KnownRanks()
         self._failures = Throttle(_FAILURE_LOG_S)
         self.lookup_problem: str | None = None
-        """Why the last lookup failed; None: it didn't."""
+        """Why lookups fail, as far as it was told; None: the last one didn't."""
 
     @property
     def known_ranks(self) -> KnownRanks:
@@ -236,7 +237,7 @@ class Router:
             by_rank, outcome = await self._match(prompt.prompts)
             step.note("kvlb.lookup", outcome)
         if by_rank:
-            self._learn(fleet, by_rank[0])
+            self.learn(fleet, by_rank[0])
         matches = PromptMatches(
             prompts=prompt.prompts,
             by_rank=by_rank,
@@ -297,10 +298,10 @@ class Router:
             self.lookup_problem = None
         except TimeoutError:
             outcome = "timeout"
-            self.lookup_problem = "the index didn't answer within routing.lookup_timeout_s"
+            self.lookup_problem = self.lookup_problem or _TOO_SLOW
         except Exception as error:  # noqa: BLE001 - any backend, any fault: route by load, count it
             outcome = "failed"
-            self._note_failure(error)
+            self.note_failure(error)
         self._count_lookup(outcome, self._clock() - started_s)
         return answers, outcome
 
@@ -315,7 +316,14 @@ class Router:
             answers.append(await self._index.match(prompt))
         return tuple(answers)
 
-    def _note_failure(self, error: Exception) -> None:
+    def note_answer(self, took_s: float) -> None:
+        """The index was asked outside of a request, and answered."""
+        if took_s <= self._settings.lookup_timeout_s:
+            self.lookup_problem = None
+        else:
+            self.lookup_problem = _TOO_SLOW
+
+    def note_failure(self, error: Exception) -> None:
         """Log it now and then: the counter has the rest."""
         # What a backend says of itself is fit to be shown; of a bug only its kind is.
         problem = str(error) if isinstance(error, BlockIndexError) else type(error).__name__
@@ -327,7 +335,7 @@ class Router:
         if self._on_lookup:
             self._on_lookup(outcome, seconds)
 
-    def _learn(self, fleet: Fleet, answer: Mapping[RankId, PrefixMatch]) -> None:
+    def learn(self, fleet: Fleet, answer: Mapping[RankId, PrefixMatch]) -> None:
         """Remember what is needed when the index is silent; forget what a restart made void."""
         for rank in self._ranks.learn(fleet.ranks, answer):
             self._ledger.forget(rank)

@@ -123,10 +123,11 @@ class MemberRefusedError(RequestError):
 
     status = 422
     type = "UnprocessableEntityError"
+    code = "instance_refused"
 
-    def __init__(self, message: str, *, code: str) -> None:
+    def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code = code or self.code
 
 
 class FleetError(BalancerError):

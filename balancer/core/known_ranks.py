@@ -4,7 +4,9 @@ Rules:
 
 1. Only ranks of the fleet are remembered; what the index says of others is counted and dropped.
 2. Another epoch than last time means that the rank restarted: whoever asked is told, once.
-3. The last block size outlives an epoch: it is the best guess until the rank stores again.
+3. A rank that the index is without is not shown. Its block size, trust and epoch stay, for
+   predictions, and to notice that it restarted.
+4. The last block size outlives an epoch: it is the best guess until the rank stores again.
 
 Cost: a few dictionary operations per rank and lookup.
 """
@@ -25,6 +27,7 @@ class KnownRanks:
         self.unknown = 0
         """Ranks that the fleet doesn't have, summed over lookups."""
         self._epochs: dict[RankId, int] = {}
+        self._missed: set[RankId] = set()
 
     def learn(self, fleet: Set[RankId], answer: Mapping[RankId, PrefixMatch]) -> list[RankId]:
         """Take in one answer of the index; return the ranks that restarted since the last one."""
@@ -36,13 +39,19 @@ class KnownRanks:
             if self._epochs.get(rank, match.epoch) != match.epoch:
                 restarted.append(rank)
             self._epochs[rank] = match.epoch
+            self._missed.discard(rank)
             self.trusts[rank] = match.trust
             if match.block_size is not None:
                 self.block_sizes[rank] = match.block_size
         for rank in self._epochs.keys() - fleet:
             del self._epochs[rank], self.trusts[rank]
             self.block_sizes.pop(rank, None)
+        self._missed &= fleet
         return restarted
+
+    def miss(self, ranks: Set[RankId]) -> None:
+        """The index answered without them."""
+        self._missed |= ranks
 
     def facts(self) -> Mapping[RankId, Mapping[str, Any]]:
         """What to show of each rank where no indexer can be asked: JSON values."""
@@ -53,4 +62,5 @@ class KnownRanks:
                 "block_size": self.block_sizes.get(rank),
             }
             for rank, epoch in self._epochs.items()
+            if rank not in self._missed
         }

@@ -53,7 +53,8 @@ class RankJournal(Protocol):
         ...
 
     async def restore(self, rank: RankId, model: str) -> RankRecord | None:
-        """Own `rank` from now on. None: nothing of it can be gone on with.
+        """Own `rank` from now on. None: nothing of it can be gone on with, as of an epoch that was
+        opened and never got a batch.
 
         Raises NotOwnerError if another process has taken it from this one and still keeps it.
         """

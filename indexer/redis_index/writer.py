@@ -122,6 +122,7 @@ class RedisIndexWriter:
     async def restore(self, rank: RankId, model: str) -> RankRecord | None:
         self._homes.pop(rank, None)
         home = await self._home(rank, model)
+        # An epoch without a batch has the number -1: there is nothing an engine could prove.
         if not home.is_whole or not home.seq.isdigit():
             return None
         try:

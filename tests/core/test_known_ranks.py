@@ -60,6 +60,19 @@ def test_facts_are_what_the_last_answers_told() -> None:
     }
 
 
+def test_missed_rank_is_not_shown_but_remembered() -> None:
+    """Its restart is noticed when the index has it again."""
+    known = KnownRanks()
+    known.learn(BOTH, {A: match(3), B: match(1)})
+    known.miss({A})
+    missed = known.facts()
+
+    assert missed.keys() == {B}
+    assert known.block_sizes[A] == 16
+    assert known.learn(BOTH, {A: match(4)}) == [A]
+    assert known.facts().keys() == {A, B}
+
+
 @given(st.lists(st.integers(1, 3)))
 def test_restarts_are_the_changes_of_the_epoch(epochs: list[int]) -> None:
     """As many as neighbours that differ."""

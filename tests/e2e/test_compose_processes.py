@@ -97,6 +97,14 @@ def documented_request() -> tuple[str, dict[str, Any]]:
     return found[1], json.loads(found[2])
 
 
+async def until_load_is_answered(load: Any) -> None:
+    """The demo traffic reports from the start; only an answer shows that it reaches somebody."""
+    async with asyncio.timeout(60):
+        while not any(re.search(r'"answered": ?[1-9]', line) for line in load.lines):
+            assert load.process.returncode is None, load.output
+            await asyncio.sleep(0.05)
+
+
 async def test_first_request_of_the_documentation_is_answered(
     stage: Stage, start_command: StartCommand, tmp_path: Path
 ) -> None:
@@ -121,7 +129,7 @@ async def test_first_request_of_the_documentation_is_answered(
         load = await stack.enter_async_context(start_command(*stage.command("load")))
         async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
             answer = await http.post(f"{url}{path}", json=body)
-            await load.printed("load_sent")
+            await until_load_is_answered(load)
             metrics = (await http.get(f"http://127.0.0.1:{stage.ports[8081]}/metrics")).text
 
     assert answer.status_code == 200

@@ -153,6 +153,42 @@ def test_our_processes_need_no_rights(files: tuple[str, ...], profiles: tuple[st
         assert "volumes" not in service
 
 
+@pytest.mark.parametrize(("files", "profiles"), COMBINATIONS)
+def test_nothing_waits_for_another_to_be_healthy(
+    files: tuple[str, ...], profiles: tuple[str, ...]
+) -> None:
+    """A Redis that keeps failing must not keep the balancer from being started."""
+    for name, service in resolved(files, profiles)["services"].items():
+        for other, how in service.get("depends_on", {}).items():
+            assert how["condition"] == "service_started", f"{name} waits for {other}"
+
+
+def named_hosts(config: dict[str, Any], service: dict[str, Any]) -> set[str]:
+    """Hosts in the URLs of a service's command, entrypoint, environment, health check and files."""
+    parts = [service.get("command"), service.get("entrypoint"), service.get("environment")]
+    parts.append(service.get("healthcheck"))
+    parts += [config["configs"][each["source"]]["content"] for each in service.get("configs", ())]
+    urls = re.findall(r"\b\w+://(\[[^]]*\]|[^\s/:\"'\\]+)", json.dumps(parts))
+    return {host for host in urls if host not in {"*", "127.0.0.1"}}
+
+
+@pytest.mark.parametrize(("files", "profiles"), COMBINATIONS)
+def test_every_named_host_is_a_service_in_reach(
+    files: tuple[str, ...], profiles: tuple[str, ...]
+) -> None:
+    """A name with a typing error is nobody's; a service of another network isn't found either."""
+    config = resolved(files, profiles)
+    found = set()
+    for name, service in config["services"].items():
+        hosts = named_hosts(config, service)
+        reachable = set().union(*(addresses(config, each) for each in service["networks"]))
+        assert hosts <= reachable, name
+        found |= hosts
+
+    assert "redis" in found
+    assert ("balancer" in found) is ("load" in profiles)
+
+
 def test_redis_keeps_the_index_and_evicts_nothing() -> None:
     """It persists, refuses to grow past its limit, and has room to rewrite its log."""
     redis = resolved(BASE, ())["services"]["redis"]

@@ -166,6 +166,41 @@ async def test_both_show_what_redis_refuses_and_what_is_known(
     assert "is it running" in gone["index_problem"]
 
 
+async def test_balancer_shows_an_index_that_nobody_fills(
+    own_redis: Any, engines: list[str], tmp_path: Path
+) -> None:
+    """Without a request: Redis was down at the start, came up empty, and no indexer runs."""
+    server = own_redis()
+    file = tmp_path / "kvlb.yaml"
+    write(file, server.settings(), engines)
+    stop = asyncio.Event()
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with (
+        asyncio.TaskGroup() as group,
+        httpx.AsyncClient(trust_env=False, timeout=10) as http,
+    ):
+        settings = load_fleet(file, Overrides(), {})
+        group.create_task(run_balancer(settings, stop=stop, on_listening=listening.set_result))
+        url = await listening
+
+        async def problem() -> str:
+            return (await http.get(f"{url}/status")).json()["index_problem"] or ""
+
+        async def is_told() -> bool:
+            return "is it running" in await problem()
+
+        async def is_well() -> bool:
+            return await problem() == ""
+
+        await until(is_told)
+        server.start()
+        await until(is_well)
+        shown = (await http.get(f"{url}/status")).json()
+        stop.set()
+
+    assert [rank["index"] for each in shown["instances"] for rank in each["ranks"]] == [None, None]
+
+
 async def test_indexer_shows_itself(redis_server: Any, engines: list[str], tmp_path: Path) -> None:
     """Health, readiness and metrics to everybody, its status to operators."""
     file = tmp_path / "kvlb.yaml"
