@@ -53,9 +53,9 @@ class RankJournal(Protocol):
         ...
 
     async def restore(self, rank: RankId, model: str) -> RankRecord | None:
-        """Own `rank` from now on. None: nothing of it can be gone on with, as of an epoch that was
-        opened and never got a batch.
+        """Own `rank` from now on. None: nothing of it can be gone on with.
 
+        So it is with an epoch that was opened and never got a batch.
         Raises NotOwnerError if another process has taken it from this one and still keeps it.
         """
         ...
