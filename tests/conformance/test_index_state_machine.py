@@ -345,9 +345,9 @@ class Fleet(RuleBasedStateMachine):
     def resume(self, at: int) -> None:
         """Our process ends; another goes on with what the backend kept. Orphans aren't."""
         life = self.lives[at]
-        if not life.is_known:
-            return
         kept = life.kept
+        if not life.is_known or kept.seq < 0:
+            return  # of an epoch without a batch there is nothing to go on with
         groups: Sequence[GroupSpec] = list(kept.groups.values())
         rows: Mapping[int, Sequence[BlockRow]] = {
             group: list(each.values()) for group, each in kept.rows.items()
