@@ -72,7 +72,5 @@ async def test_page_names_everything_that_a_running_kvlb_exposes() -> None:
     ):
         text = (await http.get(f"{kvlb.url}/metrics")).text
 
-    exposed = {
-        exposed_name(metric): metric.type for metric in text_string_to_metric_families(text)
-    }
+    exposed = {exposed_name(metric): metric.type for metric in text_string_to_metric_families(text)}
     assert exposed == dict(ANY_ROW.findall(PAGE.read_text("utf-8")))
