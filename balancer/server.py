@@ -58,12 +58,24 @@ async def serve(
     stop: asyncio.Event,
     on_listening: Callable[[int], None] | None = None,
 ) -> None:
+    """`serve_on` an address of its own. `port` 0 takes any free one. Raises ListenError, too."""
+    with listen(host, port) as listener:
+        await serve_on(listener, app, drain_s=drain_s, stop=stop, on_listening=on_listening)
+
+
+async def serve_on(
+    listener: socket.socket,
+    app: App,
+    *,
+    drain_s: float,
+    stop: asyncio.Event,
+    on_listening: Callable[[int], None] | None = None,
+) -> None:
     """Serve until `stop` is set, then let running answers finish for up to `drain_s`.
 
-    `port` 0 takes any free one; `on_listening` gets the port once connections are accepted.
-    Raises ListenError, or BalancerBrokenError if it had to end by itself.
+    `on_listening` gets the port once connections are accepted. Raises BalancerBrokenError if it had
+    to end by itself.
     """
-    listener = listen(host, port)
     server = EmbeddedServer(
         uvicorn.Config(
             app,
@@ -81,7 +93,7 @@ async def serve(
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
     )
-    with listener, _without_told():
+    with _without_told():
         async with asyncio.TaskGroup() as group:
             watchers = [
                 group.create_task(_watch(server, app, stop, listener, on_listening)),

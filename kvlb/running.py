@@ -5,6 +5,7 @@ The only place that knows both the indexer's service and the balancer's applicat
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 import structlog
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from balancer.app import App, create_app
 from balancer.core.fleet_view import RankFacts
@@ -23,7 +24,7 @@ from balancer.fleet_control import FleetLinks
 from balancer.guards import guard
 from balancer.members import Members
 from balancer.routes import add_error_answers
-from balancer.server import BalancerBrokenError, ListenError, serve
+from balancer.server import BalancerBrokenError, ListenError, listen, serve_on
 from indexer.core.rank_status import RankStatus
 from indexer.core.reports import ReportSource
 from indexer.core.types import InstanceId
@@ -92,6 +93,7 @@ async def run_kvlb(
     """Index and balance until `stop` is set and running answers are finished."""
     registry = _new_registry()
     async with AsyncExitStack() as stack:
+        listener = stack.enter_context(_listen_to_clients(settings))
         opened = await stack.enter_async_context(open_index(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
         reports = LocalReports()
@@ -121,6 +123,7 @@ async def run_kvlb(
             if file is not None:
                 tasks.append(group.create_task(file.reloader(settings, app.reconfigure).run()))
             await _serve_balancer(
+                listener,
                 app,
                 settings,
                 stop,
@@ -145,6 +148,7 @@ async def run_balancer(
     if settings.redis is None:
         raise SettingsError(no_redis("balancer"))
     async with AsyncExitStack() as stack:
+        listener = stack.enter_context(_listen_to_clients(settings))
         opened = await stack.enter_async_context(open_reader(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
         changes = await stack.enter_async_context(open_changes(settings.redis))
@@ -162,7 +166,7 @@ async def run_balancer(
             if file is not None:
                 reloader = file.reloader(settings, app.reconfigure, NOT_OF_THE_BALANCER)
                 tasks.append(group.create_task(reloader.run()))
-            await _serve_balancer(app, settings, stop, on_listening)
+            await _serve_balancer(listener, app, settings, stop, on_listening)
             for task in tasks:
                 task.cancel()
 
@@ -184,6 +188,9 @@ async def run_indexer(
         raise SettingsError(no_redis("indexer"))
     registry = _new_registry()
     async with AsyncExitStack() as stack:
+        host = settings.indexer.status_host or settings.host
+        hint = "choose another with `indexer.status_port` or --status-port"
+        listener = stack.enter_context(_listen(host, settings.indexer.status_port, hint))
         opened = await stack.enter_async_context(open_index(settings.redis))
         indexer = await _new_indexer(settings, opened, registry, stack, opened.reports)
         changes = await stack.enter_async_context(open_changes(settings.redis))
@@ -202,23 +209,17 @@ async def run_indexer(
         names = NameWatch(members, resolve=resolve, on_moved=follow_anew)
         api = indexer_status_app(indexer, registry, guard(lambda: admin))
         add_error_answers(api)
-        host = settings.indexer.status_host or settings.host
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each.run()) for each in (indexer, members, names)]
             if file is not None:
                 reloader = file.reloader(settings, apply, NOT_OF_THE_INDEXER)
                 tasks.append(group.create_task(reloader.run()))
-            try:
-                await serve_status(
-                    api,
-                    host=host,
-                    port=settings.indexer.status_port,
-                    stop=stop,
-                    on_listening=lambda port: on_listening(_url(host, port)),
-                )
-            except ListenError as error:
-                hint = "choose another with `indexer.status_port` or --status-port"
-                raise SettingsError(f"{error}; {hint}") from error
+            await serve_status(
+                api,
+                listener=listener,
+                stop=stop,
+                on_listening=lambda port: on_listening(_url(host, port)),
+            )
             for task in tasks:
                 task.cancel()
 
@@ -264,6 +265,8 @@ def _render_rank(status: RankStatus) -> dict[str, Any]:
 
 
 def _new_registry() -> CollectorRegistry:
+    # A series beside each of ours with the time of its beginning: doubles a scrape, tells nothing.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
@@ -288,22 +291,35 @@ async def _new_indexer(
     return indexer
 
 
+def _listen_to_clients(settings: KvlbSettings) -> socket.socket:
+    return _listen(settings.host, settings.port, "choose another with --host or --port")
+
+
+def _listen(host: str, port: int, hint: str) -> socket.socket:
+    """Before all else: who can't have its port must not take over another process's ranks."""
+    try:
+        return listen(host, port)
+    except ListenError as error:
+        raise SettingsError(f"{error}; {hint}") from error
+
+
 async def _serve_balancer(
-    app: App, settings: KvlbSettings, stop: asyncio.Event, on_listening: Callable[[str], None]
+    listener: socket.socket,
+    app: App,
+    settings: KvlbSettings,
+    stop: asyncio.Event,
+    on_listening: Callable[[str], None],
 ) -> None:
     if settings.instances and not any(each.role.answers_clients for each in settings.instances):
         _logger.warning("no_instance_answers_clients", hint="add one of role decode or mixed")
     try:
-        await serve(
+        await serve_on(
+            listener,
             app,
-            host=settings.host,
-            port=settings.port,
             drain_s=settings.drain_s,
             stop=stop,
             on_listening=lambda port: on_listening(_url(settings.host, port)),
         )
-    except ListenError as error:
-        raise SettingsError(f"{error}; choose another with --host or --port") from error
     except BalancerBrokenError as error:
         raise BrokenError(str(error)) from error
 

@@ -1,12 +1,13 @@
 """Serves the indexer's status on a port of its own."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
 
-from balancer.server import EmbeddedServer, listen
+from balancer.server import EmbeddedServer
 
 GRACE_S = 1
 
@@ -14,13 +15,11 @@ GRACE_S = 1
 async def serve_status(
     api: FastAPI,
     *,
-    host: str,
-    port: int,
+    listener: socket.socket,
     stop: asyncio.Event,
     on_listening: Callable[[int], None],
 ) -> None:
-    """Serve until `stop` is set. `port` 0 takes any free one. Raises ListenError."""
-    listener = listen(host, port)
+    """Serve on an open listener until `stop` is set."""
     server = EmbeddedServer(
         uvicorn.Config(
             api,
@@ -42,8 +41,7 @@ async def serve_status(
         await stop.wait()
         server.should_exit = True
 
-    with listener:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch())
-            await server.serve(sockets=[listener])
-            watching.cancel()
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        await server.serve(sockets=[listener])
+        watching.cancel()

@@ -21,6 +21,8 @@ _ADVICE: Mapping[str, str] = {
     "CLUSTERDOWN": "some slots of its cluster have no node",
     "MOVED": "the nodes of its cluster disagree on who has our keys",
     "TRYAGAIN": "our keys are on their way to another node of its cluster",
+    "WRONGTYPE": "somebody else wrote one of our keys: choose another `redis.prefix`, or delete every "
+    "key that begins with it; the index fills itself again",
     "BUSY": "somebody's script keeps it busy",
     "DENIED": "it is in protected mode: it wants a password, or another `bind`",
     "max number of clients": "it has no connection left: raise its `maxclients`",

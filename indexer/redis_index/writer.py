@@ -126,7 +126,7 @@ class RedisIndexWriter:
         if not home.is_whole or not home.seq.isdigit():
             return None
         try:
-            await self.renew(rank)
+            await self._extend(rank, home, is_first=True)
             return await self._read(home)
         except (IndexLostError, StructError, msgspec.DecodeError):
             home.is_whole = False
@@ -156,6 +156,9 @@ class RedisIndexWriter:
             return
         if not home.is_whole:
             raise IndexLostError("something was lost; the rank has to be written anew")
+        await self._extend(rank, home)
+
+    async def _extend(self, rank: RankId, home: Home, *, is_first: bool = False) -> None:
         keys = home.keys
         answer = await self._run(
             self._renew,
@@ -166,7 +169,15 @@ class RedisIndexWriter:
                 keys.state,
                 *home.data_keys(),
             ],
-            [home.owner, home.epoch, home.seq, self._lease_ms, keys.digest, home.description],
+            [
+                home.owner,
+                home.epoch,
+                home.seq,
+                self._lease_ms,
+                keys.digest,
+                home.description,
+                int(is_first),
+            ],
         )
         self._check(answer, rank, home)
         await self._sweep_ended(home)

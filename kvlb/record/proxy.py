@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 
 from balancer.core.fleet import Role
 from balancer.core.request import Endpoint
+from balancer.server import listen
 from kvlb.engine_http import Answer, CallFailedError
 from kvlb.errors import SettingsError
 from kvlb.record.asking import ask
@@ -95,10 +96,10 @@ async def serve_proxy(
     proxy: RecordingProxy, *, host: str, port: int, on_listening: Callable[[int], None]
 ) -> None:
     """Serve until enough was recorded, or cancelled. Raises ListenError."""
-    await serve_status(
-        create_proxy_app(proxy),
-        host=host,
-        port=port,
-        stop=proxy.finished,
-        on_listening=on_listening,
-    )
+    with listen(host, port) as listener:
+        await serve_status(
+            create_proxy_app(proxy),
+            listener=listener,
+            stop=proxy.finished,
+            on_listening=on_listening,
+        )

@@ -23,6 +23,7 @@ SECRET = "hunter2"  # noqa: S105 - what must not be shown
         pytest.param("MASTERDOWN Link with MASTER is down", "lost its primary", id="primary-gone"),
         pytest.param("CLUSTERDOWN Hash slot not served", "slots", id="cluster-down"),
         pytest.param("MOVED 3999 127.0.0.1:6381", "cluster", id="moved"),
+        pytest.param("WRONGTYPE Operation against a key", "redis.prefix", id="wrong-type"),
         pytest.param("BUSY Redis is busy running a script", "busy", id="busy"),
         pytest.param("-DENIED Redis is running in protected mode", "protected", id="protected"),
         pytest.param("ERR max number of clients reached", "maxclients", id="clients"),

@@ -36,7 +36,12 @@ FLEET = Fleet(
 REQUEST = GenerateRequest(
     headers=(),
     base_model="m",
-    request_id="r", endpoint=Endpoint.CHAT, body={}, raw_body=b"{}", model="m", lora=None
+    request_id="r",
+    endpoint=Endpoint.CHAT,
+    body={},
+    raw_body=b"{}",
+    model="m",
+    lora=None,
 )
 VIEW = PromptView(prompts=(Prompt(Namespace(model="m"), range(33)),))
 

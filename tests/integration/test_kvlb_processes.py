@@ -311,21 +311,43 @@ async def test_without_a_redis_section_it_says_what_to_do(run: Any) -> None:
         await run(settings, stop=asyncio.Event(), on_listening=lambda _: None)
 
 
-async def test_status_port_in_use_names_the_option(
+async def test_indexer_without_a_port_takes_nothing_over(
     redis_server: Any, engines: list[str], tmp_path: Path
 ) -> None:
-    """Two indexers on one machine."""
+    """Two on one machine: the second ends with advice, and Redis never heard of it."""
     file = tmp_path / "kvlb.yaml"
     write(file, redis_server.settings(), engines)
     async with both(file) as kvlb:
+        await kvlb.index_knows(2)
         port = int(kvlb.indexer.rsplit(":", 1)[1])
         settings = with_status_port(load_fleet(file, Overrides(), {}), port)
-        with pytest.raises(BaseExceptionGroup) as caught:
+        before = connections_made(redis_server)
+        with pytest.raises(SettingsError, match="--status-port"):
             await run_indexer(settings, stop=asyncio.Event(), on_listening=lambda _: None)
 
-    (error,) = caught.value.exceptions
-    assert isinstance(error, SettingsError)
-    assert "--status-port" in str(error)
+        assert connections_made(redis_server) == before + 1  # our own question
+
+
+async def test_kvlb_up_without_a_port_takes_nothing_over(
+    redis_server: Any, engines: list[str], tmp_path: Path
+) -> None:
+    """The same for the whole in one process."""
+    file = tmp_path / "kvlb.yaml"
+    write(file, redis_server.settings(), engines)
+    async with both(file) as kvlb:
+        await kvlb.index_knows(2)
+        port = int(kvlb.balancer.rsplit(":", 1)[1])
+        settings = msgspec.structs.replace(load_fleet(file, Overrides(), {}), port=port)
+        before = connections_made(redis_server)
+        with pytest.raises(SettingsError, match="--port"):
+            await run_kvlb(settings, stop=asyncio.Event(), on_listening=lambda _: None)
+
+        assert connections_made(redis_server) == before + 1  # our own question
+
+
+def connections_made(redis_server: Any) -> int:
+    told = redis_server.command("INFO", "stats")
+    return int(told.partition("total_connections_received:")[2].split()[0])
 
 
 def with_status_port(settings: KvlbSettings, port: int) -> KvlbSettings:

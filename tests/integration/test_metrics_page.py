@@ -1,4 +1,4 @@
-"""docs/metrics.md names what the two registries expose, no more and no less."""
+"""docs/metrics.md names what the two registries and a running kvlb expose, no more and no less."""
 
 import re
 from pathlib import Path
@@ -7,15 +7,18 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from balancer.app import create_app
 from indexer.config import IndexerConfig
 from indexer.memory_index import MemoryIndex
 from indexer.service import IndexerService
 from indexer.status import IndexerCollector
+from kvlb.running import running_kvlb
 from kvlb.settings import KvlbSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+ANY_ROW = re.compile(r"^\| `([a-z_]+)` \| (\w+) \|", re.MULTILINE)
 ROW = re.compile(r"^\| `(kvlb_[a-z_]+)` \| (\w+) \| ([^|]*)\|", re.MULTILINE)
 
 
@@ -59,3 +62,15 @@ async def test_page_names_every_label(registry: CollectorRegistry) -> None:
     assert {name: set(re.findall(r"`(\w+)`", labels)) for name, _, labels in rows} == labels_of(
         registry
     )
+
+
+async def test_page_names_everything_that_a_running_kvlb_exposes() -> None:
+    """What Prometheus reads, whoever put it there."""
+    async with (
+        running_kvlb(KvlbSettings(port=0)) as kvlb,
+        httpx.AsyncClient(trust_env=False) as http,
+    ):
+        text = (await http.get(f"{kvlb.url}/metrics")).text
+
+    exposed = {exposed_name(metric): metric.type for metric in text_string_to_metric_families(text)}
+    assert exposed == dict(ANY_ROW.findall(PAGE.read_text("utf-8")))

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from redis.crc import key_slot
 
 from balancer.core.fleet import Fleet, Instance, Role
@@ -477,6 +478,39 @@ async def test_lease_is_extended_once_a_quarter_has_passed(
 
     ttls = [int(redis_server.command("TTL", key)) for key in keys]
     assert all(settings.lease_s - 5 <= ttl <= settings.lease_s for ttl in ttls)
+
+
+async def test_shorter_lease_reaches_every_key_of_a_rank(
+    index: RedisIndex, settings: RedisSettings, redis_server: Any
+) -> None:
+    """An indexer goes on with less patience; nothing is written, then it is killed."""
+    await index.apply(update(E0, FULL, held(KEYS[:2])))
+    connection = RedisConnection(replace(settings, lease_s=settings.lease_s - 20))
+    assert await RedisIndex(connection).restore(E0, MODEL)
+    await connection.aclose()
+
+    ttls = [int(redis_server.command("TTL", key)) for key in keys_under(redis_server, settings)]
+    assert ttls
+    assert max(ttls) <= settings.lease_s - 20
+
+
+async def test_key_of_another_type_is_told_and_can_be_deleted(
+    index: RedisIndex, reader: RedisIndexReader, settings: RedisSettings, redis_server: Any
+) -> None:
+    """Somebody else's program uses our prefix."""
+    await index.apply(update(E0, FULL, held(KEYS[:2])))
+    table = model_keys(settings.prefix, MODEL).ranks
+    redis_server.command("SET", table, "theirs")
+    with pytest.raises(IndexUnavailableError, match=r"redis\.prefix"):
+        await reader.match(PROMPT)
+    with pytest.raises(IndexUnavailableError, match=r"redis\.prefix"):
+        await index.renew(E0)
+    redis_server.command("DEL", table)
+    with pytest.raises(IndexLostError):
+        await index.renew(E0)
+    await index.rewrite(MODEL, Trust.EXACT, [update(E0, FULL, held(KEYS[:2]))])
+
+    assert (await reader.match(PROMPT))[E0].tokens == 2 * SIZE
 
 
 async def test_rank_is_out_of_sight_while_it_is_written_anew(
