@@ -35,6 +35,7 @@ BASE = EngineSettings(
     inter_token_ms=1.0, prefill_tokens_per_s=1e5, transfer_tokens_per_s=1e6, num_blocks=1024
 )
 KEY = "the-engines-key"
+ADMIN_KEY = "ADMIN_API_KEY=choose-one"
 SETUPS: dict[str, dict[str, Any]] = {
     "none": {},
     "nixl": {"kv_connector": "nixl"},
@@ -206,6 +207,24 @@ async def test_line_serves_what_the_proxy_served(
                 assert len(roles) == 2, answer.headers
 
         await check_pages(stage)
+        if ADMIN_KEY in documented.line:
+            await check_membership(stage)
+
+
+async def check_membership(stage: Stage) -> None:
+    """An engine leaves and comes by the example's own words, while everything runs."""
+    headers = {"x-api-key": ADMIN_KEY.partition("=")[2]}
+    before = (await stage.http.get("/status")).json()
+    named = {"type": "decode", "instance": before["decode_nodes"][-1]}
+    removed = await stage.http.post("/instances/remove", json=named, headers=headers)
+    without = (await stage.http.get("/status")).json()
+    added = await stage.http.post("/instances/add", json=named, headers=headers)
+    after = (await stage.http.get("/status")).json()
+
+    assert removed.is_success, removed.text
+    assert added.status_code == 200, added.text
+    assert without["decode_node_count"] == before["decode_node_count"] - 1
+    assert sorted(after["decode_nodes"]) == sorted(before["decode_nodes"])
 
 
 async def check_pages(stage: Stage) -> None:
@@ -269,8 +288,7 @@ async def on_stage(
     line, (port, registration) = documented.line, ports
     files = {name: yaml.safe_load(text) for name, text in FILES.items() if name in line}
     settings = msgspec.structs.replace(BASE, **SETUPS[documented.setup])
-    spec = FleetSpec(tuple(sorted(roles_named(line, files), key="pdm".index)))  # type: ignore[arg-type]
-    spec = FleetSpec.parse("".join(f"1{each}" for each in spec.roles))
+    spec = FleetSpec.parse("".join(f"1{each}" for each in roles_named(line, files)))
     async with running_fleet(spec, engine=settings) as fleet, asyncio.TaskGroup() as group:
         engines = list(fleet.engines)
         line = OPTION.sub(lambda found: f"--instance {put_into_option(found[1], engines)}", line)
@@ -295,7 +313,7 @@ async def on_stage(
             ) as http,
         ):
             await command.printed("listens on")
-            await until_all_are_healthy(http, len(engines))
+            await until_all_are_healthy(http, len(fleet.engines))
             yield Stage(fleet=fleet, http=http)
             beats.cancel()
             await command.stop()
