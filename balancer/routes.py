@@ -138,6 +138,18 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
             is_ready, reasons = False, ["this balancer is shutting down"]
         return _json({"ready": is_ready, "reasons": reasons}, 200 if is_ready else 503)
 
+    @api.get("/healthcheck", include_in_schema=False)
+    async def healthcheck() -> Response:
+        """What the NIXL toy proxy answers there. Like it, it says nothing of the engines' health."""
+        counts = example_status(surface.fleet())
+        return _json(
+            {
+                "status": "ok",
+                "prefill_instances": counts["prefill_node_count"],
+                "decode_instances": counts["decode_node_count"],
+            }
+        )
+
     @api.get("/metrics", tags=["public"])
     async def metrics() -> Response:
         """Prometheus metrics."""

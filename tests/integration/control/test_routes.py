@@ -47,6 +47,17 @@ async def test_health_is_about_the_process(balancer_factory: Any) -> None:
     assert ready.json() == {"ready": False, "reasons": ["no instance is configured"]}
 
 
+async def test_healthcheck_of_the_toy_proxy_counts_instances(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """Scripts that waited for that proxy can wait for this one."""
+    fleet = [{"url": engine.url, "role": "decode"}, {"url": "http://a:1", "role": "prefill"}]
+    async with balancer_factory({"instances": fleet}) as balancer:
+        answer = await balancer.http.get("/healthcheck")
+
+    assert answer.json() == {"status": "ok", "prefill_instances": 1, "decode_instances": 1}
+
+
 async def test_ready_says_what_keeps_instances_out(engine: Any, balancer_factory: Any) -> None:
     """By alias, never by address."""
     engine.health_status = 500
