@@ -319,7 +319,7 @@ async def test_an_idle_engine_fetches_what_another_holds(tmp_path: Path) -> None
     case = Case(
         connector="offloading", transfer=lambda each: {**peer(each), "pull_min_tokens": 256}
     )
-    routing = {"policy": "round_robin"}
+    routing = {"policy": "round_robin", "lookup_timeout_s": 1.0}
     async with on_stage(case, "2", tmp_path / "kvlb.yaml", routing=routing) as stage:
         first = await stage.complete()
         holder = first.headers["x-kvlb-instance"]
