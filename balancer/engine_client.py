@@ -9,6 +9,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 
+from balancer.core.cache_config import parse_cache_tokens
 from balancer.core.control_errors import (
     EngineCallError,
     EngineDrainingError,
@@ -159,6 +160,14 @@ class EngineClient:
         except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError) as error:
             raise EngineCallError("transfer_unknown") from error
         raise EngineCallError("transfer_unknown")
+
+    async def find_cache_tokens(self, instance: InstanceId) -> int | None:
+        """Tokens that fit the KV caches of all its ranks; None if it doesn't say.
+
+        Raises EngineCallError if it could not be asked.
+        """
+        answer = await self._call("GET", instance, "/metrics")
+        return parse_cache_tokens(answer.text) if answer.is_success else None
 
     async def tokenize(self, instance: InstanceId, body: Mapping[str, Any]) -> Sequence[int]:
         """Ids that the engine makes of a prompt. Raises TokenizeRefusedError, EngineCallError."""

@@ -24,6 +24,8 @@ from indexer.core.types import InstanceId
 
 FIRST_INTERVAL_S = 0.25
 """Pause between probes of an instance that has not been healthy yet: it may be starting."""
+CACHE_ASKS = 3
+"""An engine that doesn't tell its cache's size is asked no more often, until it was down."""
 WARM_UP_PROBES = 40
 """So many of them, then the usual interval."""
 
@@ -45,6 +47,10 @@ class Prober(Protocol):
         """Its global ranks, none if it doesn't say. Raises EngineCallError: ask again."""
         ...
 
+    async def find_cache_tokens(self, instance: InstanceId) -> int | None:
+        """What fits its KV caches, None if it doesn't say. Raises EngineCallError."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class _Watched:
@@ -58,6 +64,9 @@ class _Watched:
     knows_ranks: bool = False
     facts: TransferFacts = NO_FACTS
     """Of the life that the last probe met."""
+    cache_tokens: int | None = None
+    """Over all its ranks."""
+    cache_asks_left: int = CACHE_ASKS
     probes: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     started: bool = False
@@ -66,12 +75,14 @@ class _Watched:
 
     def instance(self) -> Instance:
         configured = self.settings.instance()
+        ranks = self.ranks or configured.ranks
         return replace(
             configured,
-            ranks=self.ranks or configured.ranks,
+            ranks=ranks,
             rank_base=self.ranks[0] if self.ranks else configured.rank_base,
             models=self.models,
             facts=replace(self.facts, registration=self.registration),
+            rank_cache_tokens=self.cache_tokens and self.cache_tokens // len(ranks),
             healthy=self.state.healthy,
             draining=self.state.draining,
             unhealthy_reason=self.state.reason,
@@ -205,6 +216,8 @@ class FleetKeeper:
             state = watched.state.after_probe(answer.outcome, answer.reason, self._thresholds)
             watched.probes += 1
             self._settle(watched, state, _newer(watched.models, answer.models))
+            if answer.outcome is ProbeOutcome.OK and watched.cache_asks_left:
+                await self._find_cache_tokens(watched)
             try:
                 async with asyncio.timeout(self._pause_s(watched)):
                     await watched.wake.wait()
@@ -253,6 +266,20 @@ class FleetKeeper:
                 return  # the next probe asks again
         watched.knows_ranks = True
 
+    async def _find_cache_tokens(self, watched: _Watched) -> None:
+        """Nice to know: whatever happens says nothing about its health."""
+        watched.cache_asks_left -= 1
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                tokens = await self._prober.find_cache_tokens(watched.settings.id)
+        except (EngineCallError, TimeoutError):
+            return
+        except Exception as error:  # noqa: BLE001 - as above: it must go on
+            self._note_bug(error, watched.settings.name)
+            return
+        watched.cache_tokens, watched.cache_asks_left = tokens, 0
+        self._publish()
+
     def _note_bug(self, error: Exception, instance: str | None) -> None:
         self.bugs += 1
         logger.error("fleet_bug", instance=instance, error=repr(error), exc_info=error)
@@ -267,6 +294,7 @@ class FleetKeeper:
         watched.state, watched.models = state, models
         if before.healthy and not state.healthy:
             watched.knows_ranks = False  # who comes back may be another process
+            watched.cache_asks_left = CACHE_ASKS
         if (before.healthy, before.draining, before.reason) != (
             state.healthy,
             state.draining,

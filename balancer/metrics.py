@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from balancer.core.fleet import Fleet
 from balancer.core.record import LegRecord, RequestRecord
+from balancer.pd_metrics import PdMetrics
 
 OTHER = "other"
 """Label of everything that isn't known."""
@@ -70,6 +71,7 @@ class BalancerMetrics:
         self._fleet = fleet
         self._known = _Names(fleet())
         self._define(registry)
+        self._pd = PdMetrics(registry)
         self._define_tokens(registry)
 
     def _define(self, registry: CollectorRegistry) -> None:
@@ -236,6 +238,7 @@ class BalancerMetrics:
         if record.prompt_source != "none" or record.unscorable is not None:
             self._tokenize.at(record.prompt_source, record.unscorable or "ok").inc()
         self._observe_decision(record)
+        self._pd.observe(record)
         self._observe_overlap(record, model)
         self._observe_delivered(record, model)
         for leg in record.legs:

@@ -14,6 +14,7 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -97,6 +98,8 @@ class Route:
         if self.prefill_guard is not None:
             self.prefill_guard.first_token()
             self.prefill_guard.__exit__(None, None, None)
+        if self.plan.prefill is not None:
+            self.decode_guard.handed_over(self.plan.prefill.candidate.rank)
 
     def _drop_prefill(self, failed: BaseException) -> None:
         if self.prefill_guard:
@@ -131,7 +134,7 @@ class Router:
         self._settings = settings
         self._pd = pd or PdSettings()
         self._connectors = connectors or {}
-        self._planner = Planner(policy=policy, pd=self._pd)
+        self._planner = Planner(policy=policy, pd=self._pd, transfer=ledger.transfer)
         self._random = random
         self._clock = clock
         self._on_lookup = on_lookup
@@ -162,7 +165,7 @@ class Router:
         self._settings = settings
         self._pd = pd
         self._policy = policy
-        self._planner = Planner(policy=policy, pd=pd)
+        self._planner = Planner(policy=policy, pd=pd, transfer=self._ledger.transfer)
 
     async def route(
         self,
@@ -270,6 +273,7 @@ class Router:
         facts = question.facts(
             pool, prefill_failed=prefill_failed, prefill_full=some_full and not prefill
         )
+        facts = replace(facts, rates_known=self._ledger.knows_rates)
         return self._planner.plan(question.shape, facts, decode, prefill, self._draw())
 
     def _source(self, question: Question) -> CandidateSource:

@@ -1,7 +1,7 @@
 """How long a plan takes: `python -m benchmarks.micro_plan` prints a markdown table.
 
 A plan here is everything between the index's answer and the booking: candidates with their loads
-and predictions, both estimates and sorts. Prompts have 4,096 tokens; a tenth of the ranks hold
+and predictions, estimates of both ways and sorts. Prompts have 4,096 tokens; a tenth of the ranks hold
 some of it, and every rank has legs in flight.
 """
 
@@ -86,9 +86,9 @@ def measure_plan_s(prefill_count: int, decode_count: int) -> float:
         block_sizes=dict.fromkeys(ranks, BLOCK_SIZE),
     )
     source = CandidateSource(matches=matches, ledger=ledger)
-    planner = Planner(policy=LeastCost(), pd=PdSettings())
+    planner = Planner(policy=LeastCost(), pd=PdSettings(), transfer=ledger.transfer)
     shape = RequestShape(prompt_tokens=PROMPT_TOKENS)
-    facts = SplitFacts(prompt_tokens=PROMPT_TOKENS)
+    facts = SplitFacts(prompt_tokens=PROMPT_TOKENS, rates_known=True)
     seconds: list[float] = []
     for number in range(ROUNDS):
         now_s += 0.001

@@ -89,6 +89,8 @@ def _show(plan: Mapping[str, Any], console: Console) -> None:
     console.print(f"model   {plan['model']}", highlight=False, markup=False)
     console.print(f"prompt  {tokens} tokens ({_source(prompt)})", highlight=False, markup=False)
     console.print(f"reason  [bold]{plan['reason']}[/]: {plan['meaning']}", highlight=False)
+    if plan.get("ways"):
+        console.print(f"ways    {plan['ways']}", highlight=False, markup=False)
     for name in ("decode", "prefill"):
         if plan[name] is not None:
             _show_leg(name, plan[name], console)

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from balancer.core.cost import LoadedCandidate, RequestShape
 from balancer.core.errors import NoInstanceError, OverloadedError
 from balancer.core.fleet import NO_CONNECTOR, Fleet, Instance, Role
-from balancer.core.load import LoadLedger
+from balancer.core.load import LoadLedger, RankLoad
 from balancer.core.model_lookup import unknown_model
 from balancer.core.plan import Candidate
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.ways import MemoryUse
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.types import BlockKey, RankId, Tier, Trust
 
@@ -166,8 +167,21 @@ class CandidateSource:
                 some_full = True
                 continue
             candidate = self.matches.candidate(rank, instance, self.ledger)
-            found.append(LoadedCandidate(candidate=candidate, load=load))
+            memory = self._memory(rank, instance, load)
+            found.append(LoadedCandidate(candidate=candidate, load=load, memory=memory))
         return found, some_full
+
+    def _memory(self, rank: RankId, instance: Instance, load: RankLoad) -> MemoryUse | None:
+        """KV memory there with this request; None if its capacity isn't known."""
+        if instance.rank_cache_tokens is None:
+            return None
+        size, keys = self.matches.block_size(rank), self.matches.keys(rank)
+        new_blocks = len(keys) - self.ledger.active_blocks(rank, keys)
+        return MemoryUse(
+            active_tokens=size * load.active_blocks + load.output_tokens,
+            need_tokens=size * new_blocks,
+            capacity_tokens=instance.rank_cache_tokens,
+        )
 
     def load_answering(
         self, instances: Sequence[Instance], exclude: frozenset[RankId]

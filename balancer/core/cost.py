@@ -2,19 +2,12 @@
 
 One continuous formula, every term in seconds and named in the plan (docs/routing.md):
 
-    cost = queue + fixed + work + delay + stall + loading + in_flight + recent
+    cost = (the cheaper way to the first token: `core.ways`) + memory + in_flight + recent
 
-    queue     prefill work sent there before, not yet done
-    fixed     what a first token costs however short the prompt is
-    work      w = uncached tokens * seconds per token
-    delay     w * X: what this work costs requests that arrive later; X is observed per rank
-    stall     what this work costs the requests that decode there
-    loading   bringing to the GPU what lies on slower tiers: (1 - weight) of computing it
+    memory    waiting for KV memory, and the price of what is left of it; 0 where the rank's
+              capacity isn't known
     in_flight what running decodes and this one's own steps add to the whole answer
     recent    breaks near-ties: what the rank computed lately, beside the others
-
-Where a decode instance would be prefilled elsewhere, `prefill` (the cheapest prefill rank's cost),
-`transfer` and `step` stand in place of everything up to `stall`.
 
 Rules:
 
@@ -22,7 +15,7 @@ Rules:
 2. Rates nobody has learned yet have priors; nothing here is set per workload.
 3. An unscorable prompt has a guessed length and no overlap: what decides is load.
 
-Memory as a queue of its own and the price of evicting others' blocks aren't here yet.
+The price of evicting others' blocks isn't here yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,26 +25,24 @@ import msgspec
 
 from balancer.core.fleet import Role
 from balancer.core.load import RankLoad
-from balancer.core.plan import Candidate, Choice
+from balancer.core.plan import Candidate, Choice, OtherWay
+from balancer.core.ways import (
+    MemoryUse,
+    Offer,
+    best_offer,
+    grow_tokens,
+    local_terms,
+    remote_terms,
+)
 from indexer.core.types import RankId
 
-WORK_PRICE = 0.25
-"""Least price of work, X, on an idle fleet: computing twice what could be computed once is never
-free, so siblings wait for a prompt in flight rather than repeat it next door."""
-MAX_SHARE = 0.9
-STALL = 0.15
-STALL_ON_DECODE = 0.5
-"""On a decode instance every stalled stream was promised not to be."""
 DECODE_WEIGHT = 0.25
 RECENT_WEIGHT = 0.3
 RECENT_PROMPTS = 1
 RECENT_MIN_TOKENS = 256
 """In tiny prompts one shared block is most of the work, and still no reason to pile up."""
-HEAD_DONE = 0.9
-"""The oldest queued prompt counts as done up to this part, however late it is."""
-TRANSFER_FIXED_S = 0.005
-TRANSFER_S_PER_TOKEN = 1e-5
-"""Priors until transfers are learned."""
+MEMORY_WEIGHT = 0.3
+LEAST_ACTIVE_SHARE = 0.1
 
 TieBreak = Callable[[RankId], float]
 """A random draw per rank, the same one whenever asked within one decision."""
@@ -69,12 +60,16 @@ class RequestShape:
 
 
 class LoadedCandidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A candidate with its load, and the price of prefilling elsewhere if that is the way."""
+    """A candidate with its load, and the ways open to it."""
 
     candidate: Candidate
     load: RankLoad
-    remote_s: float | None = None
-    """Cost of the cheapest prefill rank; None: this rank prefills itself."""
+    memory: MemoryUse | None = None
+    """None: its capacity isn't known."""
+    offers: tuple[Offer, ...] = ()
+    """Prefill ranks that could compute the prompt for it; none: it does so itself."""
+    may_local: bool = True
+    """Of one with offers: whether it could do without."""
 
 
 def uncached_tokens(shape: RequestShape, candidate: Candidate) -> int:
@@ -93,54 +88,59 @@ def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> 
 
 
 def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float) -> Choice:
-    if loaded.remote_s is None:
-        terms = _here(shape, loaded)
-    else:
-        terms = _elsewhere(shape, loaded, loaded.remote_s)
-    terms["in_flight"] = _in_flight(shape, loaded.load)
-    terms["recent"] = _recent(shape, loaded.load, mean_recent_s)
-    return Choice(candidate=loaded.candidate, cost_s=sum(terms.values()), terms=terms)
-
-
-def _here(shape: RequestShape, loaded: LoadedCandidate) -> dict[str, float]:
-    candidate, load = loaded.candidate, loaded.load
-    fixed_s = load.rates.fixed_s
-    work_s = load.rates.prefill_s_per_token * uncached_tokens(shape, candidate)
-    queue_s = queued_s(load)
-    share = min(MAX_SHARE, load.work_share)
-    price = WORK_PRICE + load.arrivals_per_s * (queue_s + fixed_s + work_s) / (1 - share)
-    stall = STALL_ON_DECODE if candidate.instance.role is Role.DECODE else STALL
-    terms = {
-        "queue": queue_s,
-        "fixed": fixed_s,
-        "work": work_s,
-        "delay": work_s * price,
-        "stall": stall * load.decoding * work_s,
-    }
-    if candidate.loading_tokens:
-        # It takes no compute: nobody behind or beside it waits for that.
-        terms["loading"] = load.rates.prefill_s_per_token * candidate.loading_tokens
-    return terms
-
-
-def _elsewhere(shape: RequestShape, loaded: LoadedCandidate, remote_s: float) -> dict[str, float]:
+    terms, prefill, other = _way(shape, loaded)
     load = loaded.load
-    moved_tokens = uncached_tokens(shape, loaded.candidate)
-    return {
-        "prefill": remote_s,
-        "transfer": TRANSFER_FIXED_S + TRANSFER_S_PER_TOKEN * moved_tokens,
-        "step": load.rates.step_s + load.rates.step_s_per_request * load.requests,
-    }
+    if loaded.memory is not None:
+        terms["memory"] = memory_s(load, loaded.memory)
+    terms["in_flight"] = _in_flight(shape, load)
+    terms["recent"] = _recent(shape, load, mean_recent_s)
+    return Choice(
+        candidate=loaded.candidate,
+        cost_s=sum(terms.values()),
+        terms=terms,
+        prefill=prefill,
+        other=other,
+    )
 
 
-def queued_s(load: RankLoad) -> float:
-    """Seconds until the rank has done the prefill work it was sent."""
-    if load.oldest_queued_s is None:
-        return 0.0
-    rates = load.rates
-    head_s = rates.prefill_s_per_token * load.head_tokens + rates.fixed_s
-    all_s = rates.prefill_s_per_token * load.queued_tokens + rates.fixed_s
-    return all_s - min(load.head_progress_s, HEAD_DONE * head_s)
+def _way(
+    shape: RequestShape, loaded: LoadedCandidate
+) -> tuple[dict[str, float], Choice | None, OtherWay | None]:
+    """Terms of the way to take, who prefills, and the way not taken."""
+    lacking = uncached_tokens(shape, loaded.candidate)
+    if not loaded.offers:
+        return _local(loaded, lacking), None, None
+    offer = best_offer(loaded.offers, lacking)
+    remote = remote_terms(loaded.load, offer, uncached_tokens=lacking)
+    if not loaded.may_local:
+        return remote, offer.prefill, None
+    local = _local(loaded, lacking)
+    local_s, remote_s = sum(local.values()), sum(remote.values())
+    if local_s <= remote_s:
+        return local, None, OtherWay(remote=True, cost_s=remote_s, terms=remote)
+    return remote, offer.prefill, OtherWay(remote=False, cost_s=local_s, terms=local)
+
+
+def _local(loaded: LoadedCandidate, lacking: int) -> dict[str, float]:
+    memory = loaded.memory
+    return local_terms(
+        loaded.load,
+        uncached_tokens=lacking,
+        loading_tokens=loaded.candidate.loading_tokens,
+        memory_share=0.0 if memory is None else memory.share(loaded.load),
+        on_decode=loaded.candidate.instance.role is Role.DECODE,
+    )
+
+
+def memory_s(load: RankLoad, memory: MemoryUse) -> float:
+    """The wait until enough is free, and a price that rises as little is left."""
+    decode_s, capacity = load.rates.decode_s, memory.capacity_tokens
+    over = memory.with_growth(load) - capacity
+    freed = max(memory.active_tokens, LEAST_ACTIVE_SHARE * capacity)
+    wait_s = decode_s * max(0.0, over) / freed
+    share = memory.share(load)
+    taken = min(1.0, (memory.need_tokens + grow_tokens(load)) / capacity)
+    return wait_s + MEMORY_WEIGHT * decode_s * taken * share / (1 - share)
 
 
 def _in_flight(shape: RequestShape, load: RankLoad) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from balancer.core.explain import explain_choice
+from balancer.core.judgement import judge_record
 from balancer.core.record import LegRecord, RequestRecord
 
 
@@ -42,6 +43,7 @@ def render_record(record: RequestRecord) -> Mapping[str, Any]:
         "error": record.error,
         "reason": plan.reason.value if plan else None,
         "why": explain_choice(plan.decode, plan.considered) if plan else None,
+        "pd": _render_judgement(record),
         "prompt_tokens": record.prompt_tokens,
         "prompt_source": record.prompt_source,
         "unscorable": record.unscorable,
@@ -52,6 +54,25 @@ def render_record(record: RequestRecord) -> Mapping[str, Any]:
         "first_byte_s": _elapsed_s(record.arrived_s, record.first_byte_s),
         "legs": [_render_leg(leg) for leg in record.legs],
     }
+
+
+def _render_judgement(record: RequestRecord) -> Mapping[str, Any] | None:
+    """Where both ways were open: which was taken, what was expected of each, what came of it."""
+    judged = judge_record(record)
+    if judged is None:
+        return None
+    return {
+        "way": "remote" if judged.remote else "local",
+        "estimated_s": round(judged.estimated_s, 6),
+        "alternative_s": round(judged.alternative_s, 6),
+        "first_token_s": _rounded(judged.took_s),
+        "paid_s": _rounded(judged.paid_s),
+        "regret_s": _rounded(judged.regret_s),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def _render_leg(leg: LegRecord) -> Mapping[str, Any]:

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from balancer.core.plan import Choice, RoutePlan
+from balancer.core.plan import Choice, OtherWay, RoutePlan
 from balancer.core.request import PromptView
+from balancer.core.ways import way_s
 
 REASONS = {
     "aggregated": "the chosen instance is mixed: it prefills and decodes itself",
     "remote_prefill": "another instance prefills first and hands its cache over",
     "decode_has_cache": "no prefill leg: what the decode instance lacks is cheap to compute there",
     "short_prompt": "no prefill leg: the whole prompt is cheap to compute where it decodes",
+    "local_faster": "no prefill leg: by estimate the decode instance computes it for less",
     "no_prefill_instance": "no prefill leg: no prefill instance is available",
     "connector_mismatch": "no prefill leg: every prefill instance has another connector",
     "not_splittable": "no prefill leg: such a request can't be split over two legs",
@@ -38,6 +40,7 @@ def render_plan(plan: RoutePlan, prompt: PromptView) -> Mapping[str, Any]:
         },
         "reason": plan.reason.value,
         "meaning": REASONS.get(plan.reason.value, plan.reason.value),
+        "ways": explain_ways(plan.decode),
         "decode": _render_leg(plan.decode, plan.considered),
         "prefill": _render_leg(plan.prefill, plan.considered_prefill) if plan.prefill else None,
     }
@@ -56,7 +59,9 @@ def render_choice(choice: Choice) -> Mapping[str, Any]:
         "trust": candidate.trust.value,
         "block_size": candidate.block_size,
         "cost": _number(choice.cost_s),
-        "terms": {name: _number(value) for name, value in choice.terms.items()},
+        "terms": _terms(choice.terms),
+        "prefill": _name(choice.prefill) if choice.prefill else None,
+        "other_way": _render_other(choice.other) if choice.other else None,
     }
 
 
@@ -82,12 +87,37 @@ def explain_choice(chosen: Choice, considered: Sequence[Choice]) -> str:
     )
 
 
+def explain_ways(chosen: Choice) -> str | None:
+    """One sentence: why the prompt is prefilled where it is; None if nothing was compared."""
+    other = chosen.other
+    if other is None:
+        return None
+    taken_s = way_s(chosen)
+    names = {True: "prefill elsewhere", False: "prefill where it decodes"}
+    return (
+        f"{names[not other.remote]} is estimated at {taken_s:.4g}, "
+        f"{names[other.remote]} at {other.cost_s:.4g}"
+    )
+
+
 def _render_leg(chosen: Choice, considered: Sequence[Choice]) -> Mapping[str, Any]:
     return {
         "chosen": render_choice(chosen),
         "why": explain_choice(chosen, considered),
         "considered": [render_choice(each) for each in considered],
     }
+
+
+def _render_other(other: OtherWay) -> Mapping[str, Any]:
+    return {
+        "way": "remote" if other.remote else "local",
+        "cost": _number(other.cost_s),
+        "terms": _terms(other.terms),
+    }
+
+
+def _terms(terms: Mapping[str, float]) -> Mapping[str, float | None]:
+    return {name: _number(value) for name, value in terms.items()}
 
 
 def _name(choice: Choice) -> str:

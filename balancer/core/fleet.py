@@ -56,6 +56,8 @@ class Instance:
     """Its `transfer:` settings, of the connector's own type (`core.transfer_settings`)."""
     facts: TransferFacts = NO_FACTS
     """What was learned of its side of transfers in its present life."""
+    rank_cache_tokens: int | None = None
+    """Tokens that fit the KV cache of one rank; None: it doesn't say."""
     healthy: bool = False
     enabled: bool = True
     draining: bool = False

@@ -84,6 +84,7 @@ def render_instance(
         "url": instance.id,
         "role": instance.role.value,
         "connector": instance.connector,
+        "rank_cache_tokens": instance.rank_cache_tokens,
         "available": instance.is_available,
         "healthy": instance.healthy,
         "enabled": instance.enabled,

@@ -35,6 +35,7 @@ TRACKING_STEP = 0.05
 OUTPUT_WEIGHT = 0.02
 GROWTH_DECAY = 0.99
 MAX_GROWTH_SHARE = 0.1
+DECODE_WEIGHT = 0.1
 
 
 class QuantileTracker:
@@ -75,6 +76,13 @@ class _RankSpeed:
     pending: _Step | None = None
     mean_others: float = 0.0
     mean_step_s: float = 0.0
+    decode_s: float = 0.0
+    decodes: int = 0
+
+    def add_decode(self, seconds: float) -> None:
+        self.decodes += 1
+        weight = max(DECODE_WEIGHT, 1 / self.decodes)
+        self.decode_s += weight * (seconds - self.decode_s)
 
 
 class LearnedRates:
@@ -91,6 +99,11 @@ class LearnedRates:
         self._covariance = 0.0
         self._variance = 0.0
         self._cache: dict[RankId, RankRates] = {}
+
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether the fleet's prefill rate is more than a prior."""
+        return self._fleet_prefill.count >= ENOUGH_SAMPLES
 
     def rates(self, rank: RankId) -> RankRates:
         """What is known of `rank`, else of the fleet, else the prior."""
@@ -127,6 +140,7 @@ class LearnedRates:
         if tokens < 2 or decode_s <= 0:
             return
         speed = self._speed(rank)
+        speed.add_decode(decode_s)
         step_s = decode_s / (tokens - 1)
         self._learn_growth(speed, step_s, others)
         alone_s = max(step_s - self._growth(step_s) * others, step_s * MAX_GROWTH_SHARE)
@@ -203,4 +217,5 @@ class LearnedRates:
             step_s=step_s,
             step_s_per_request=self._growth(step_s),
             output_tokens=self._output_tokens,
+            decode_s=speed.decode_s if speed else 0.0,
         )

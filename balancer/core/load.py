@@ -32,6 +32,21 @@ class RankRates(msgspec.Struct, frozen=True, kw_only=True):
     """What each further decoding request adds to a step."""
     output_tokens: float = 128.0
     """Mean length of an answer, over the fleet."""
+    decode_s: float = 0.0
+    """Mean seconds from first to last token; 0: not known."""
+
+
+class TransferRates(msgspec.Struct, frozen=True, kw_only=True):
+    """How long one rank's blocks take to another. The defaults hold until anything is learned."""
+
+    fixed_s: float = 0.005
+    """What a hand-over takes however little is handed over, beyond the first step."""
+    s_per_token: float = 1e-5
+    """Seconds per prompt token that the receiving rank lacks."""
+
+    def seconds(self, tokens: int) -> float:
+        """Of a hand-over of `tokens` tokens."""
+        return self.fixed_s + self.s_per_token * tokens
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -54,6 +69,10 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Prefill seconds sent per second, lately (rho)."""
     recent_work_s: float = 0.0
     """Prefill seconds that new prompt tokens took, or would have taken, over the last minutes."""
+    active_blocks: int = 0
+    """Different blocks of the prompts in flight."""
+    output_tokens: float = 0.0
+    """Tokens the legs that decode now have generated, as far as their pace tells."""
     rates: RankRates = RankRates()
 
 
@@ -99,6 +118,10 @@ class LegGuard(Protocol):
         """The prompt is computed: from now on the leg decodes. Later calls change nothing."""
         ...
 
+    def handed_over(self, source: RankId) -> None:
+        """Of a `decode` leg: `source` has computed the prompt, the transfer may begin."""
+        ...
+
     def generated(self, tokens: int) -> None:
         """Completion tokens as the engine reported them; call before the leg ends, if known."""
         ...
@@ -119,6 +142,19 @@ class LoadLedger(Protocol):
 
     def has_guesses(self, rank: RankId) -> bool:
         """Whether blocks of earlier legs are guessed to be held by a rank without events."""
+        ...
+
+    def active_blocks(self, rank: RankId, keys: Sequence[BlockKey]) -> int:
+        """How many of the first `keys`, without a gap, requests in flight on `rank` use."""
+        ...
+
+    def transfer(self, source: RankId, target: RankId) -> TransferRates:
+        """What a hand-over from `source` to `target` takes."""
+        ...
+
+    @property
+    def knows_rates(self) -> bool:
+        """Whether prefill and transfer have been seen often enough to compare their times."""
         ...
 
     def hold(self, work: LegWork) -> LegGuard:

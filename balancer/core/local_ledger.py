@@ -16,6 +16,8 @@ Rules:
    work is a sum that fades over ten minutes; a leg enters it with its first token, since before
    that it counts as queued.
 6. `forget` voids predictions and learned rates; legs in flight stay counted until they end.
+7. Blocks of a prompt are in use from its booking to its end: a rank keeps room for what was
+   promised to it. Outputs are guessed by the pace, since tokens aren't counted as they pass.
 
 Cost: O(1) per leg plus its keys; `load` is O(legs due since the last call).
 """
@@ -27,10 +29,13 @@ from math import exp
 from types import TracebackType
 from typing import Self
 
+from balancer.core.active_blocks import ActiveBlocks
 from balancer.core.approximate import ApproximateBlocks
+from balancer.core.fading import FadingSum
 from balancer.core.learned import LearnedRates
-from balancer.core.load import LegWork, RankLoad
+from balancer.core.load import LegWork, RankLoad, TransferRates
 from balancer.core.predictions import Prediction, RankPredictions
+from balancer.core.transfers import LearnedTransfers
 from indexer.core.types import BlockKey, RankId
 
 RATE_TAU_S = 20.0
@@ -39,35 +44,17 @@ MIN_AGE_S = 1.0
 """A rank younger than this has seen too little for a rate."""
 
 
-class FadingSum:
-    """A sum whose parts fade with time constant `tau_s`."""
-
-    __slots__ = ("_at_s", "_tau_s", "_value")
-
-    def __init__(self, tau_s: float, now_s: float) -> None:
-        self._tau_s = tau_s
-        self._at_s = now_s
-        self._value = 0.0
-
-    def add(self, now_s: float, amount: float) -> None:
-        self._value = self.at(now_s) + amount
-        self._at_s = now_s
-
-    def at(self, now_s: float) -> float:
-        if not self._value:
-            return 0.0
-        return self._value * exp((self._at_s - now_s) / self._tau_s)
-
-
 class _RankBook:
     """Everything counted for one rank."""
 
     __slots__ = (
+        "active",
         "approximate",
         "arrivals",
         "counted_s",
         "decoding",
         "due",
+        "first_s_sum",
         "last_first_s",
         "predictions",
         "queue",
@@ -95,6 +82,13 @@ class _RankBook:
         self.recent = FadingSum(RECENT_TAU_S, now_s)
         self.predictions = RankPredictions(max_predicted_blocks)
         self.approximate = ApproximateBlocks(max_predicted_blocks)
+        self.active = ActiveBlocks()
+        self.first_s_sum = 0.0
+        """Moments of the first tokens of legs that decode, added up."""
+
+    def decoded_s(self, now_s: float) -> float:
+        """Seconds since their first tokens, over the legs that decode."""
+        return max(0.0, self.decoding * now_s - self.first_s_sum)
 
     def count_arrival(self, now_s: float, work_s: float) -> None:
         fade = exp((self.counted_s - now_s) / RATE_TAU_S)
@@ -123,10 +117,12 @@ class _Leg:
         "cached_tokens",
         "ended",
         "first_s",
+        "handed_over_s",
         "number",
         "others",
         "output_tokens",
         "prediction",
+        "source",
         "work",
     )
 
@@ -139,6 +135,8 @@ class _Leg:
         self.number = number
         self.booked_s = now_s
         self.first_s: float | None = None
+        self.handed_over_s: float | None = None
+        self.source: RankId | None = None
         self.others = 0
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
@@ -159,6 +157,9 @@ class _Leg:
     def first_token(self) -> None:
         self._ledger.start_decoding(self)
 
+    def handed_over(self, source: RankId) -> None:
+        self._ledger.start_transfer(self, source)
+
     def generated(self, tokens: int) -> None:
         self.output_tokens = tokens
 
@@ -174,10 +175,12 @@ class LocalLedger:
         clock: Callable[[], float],
         *,
         learned: LearnedRates | None = None,
+        transfers: LearnedTransfers | None = None,
         max_predicted_blocks: int = 100_000,
     ) -> None:
         self._clock = clock
         self._learned = learned or LearnedRates()
+        self._transfers = transfers or LearnedTransfers()
         self._max_predicted_blocks = max_predicted_blocks
         self._books: dict[RankId, _RankBook] = {}
         self._numbers = count()
@@ -202,6 +205,9 @@ class LocalLedger:
             arrivals_per_s=arrivals_per_s,
             work_share=work_share,
             recent_work_s=book.recent.at(now_s),
+            active_blocks=book.active.blocks,
+            output_tokens=book.decoded_s(now_s)
+            / (rates.step_s + rates.step_s_per_request * book.requests),
             rates=rates,
         )
 
@@ -223,6 +229,20 @@ class LocalLedger:
         book = self._books.get(rank)
         return book is not None and len(book.approximate) > 0
 
+    def active_blocks(self, rank: RankId, keys: Sequence[BlockKey]) -> int:
+        """How many of the first `keys`, without a gap, requests in flight on `rank` use."""
+        book = self._books.get(rank)
+        return book.active.run_blocks(keys) if book else 0
+
+    def transfer(self, source: RankId, target: RankId) -> TransferRates:
+        """What a hand-over from `source` to `target` takes."""
+        return self._transfers.rates(source, target, self._clock())
+
+    @property
+    def knows_rates(self) -> bool:
+        """Whether prefill and transfer have been seen often enough to compare their times."""
+        return self._learned.knows_prefill and self._transfers.are_known
+
     def hold(self, work: LegWork) -> _Leg:
         """Book `work` at once; the guard counts it until it ends."""
         now_s = self._clock()
@@ -237,14 +257,18 @@ class LocalLedger:
             book.approximate.clear()
         leg = _Leg(self, book, work, next(self._numbers), now_s)
         book.requests += 1
+        book.active.add(work.keys)
         if work.kind != "decode":
             self._queue(leg, now_s)
             leg.prediction = book.predictions.add(work.keys)
+        else:
+            book.count_arrival(now_s, 0.0)
         return leg
 
     def forget(self, rank: RankId) -> None:
         """The rank restarted or left. Its legs in flight stay counted."""
         self._learned.forget(rank)
+        self._transfers.forget(rank)
         book = self._books.get(rank)
         if book is None:
             return
@@ -252,6 +276,11 @@ class LocalLedger:
         book.approximate.clear()
         if not book.requests:
             del self._books[rank]
+
+    def start_transfer(self, leg: _Leg, source: RankId) -> None:
+        """`source` has computed the prompt of `leg`."""
+        if leg.first_s is None:
+            leg.handed_over_s, leg.source = self._clock(), source
 
     def start_decoding(self, leg: _Leg) -> None:
         """`leg` has its first token."""
@@ -262,12 +291,14 @@ class LocalLedger:
         leg.first_s = now_s
         leg.others = book.decoding
         book.decoding += 1
+        book.first_s_sum += now_s
         rates = self._learned.rates(work.rank)
         book.recent.add(now_s, work.uncached_tokens * rates.prefill_s_per_token)
         if book.queue.pop(leg.number, None):
             book.queued_tokens -= work.uncached_tokens
         if leg.prediction is None:  # a `decode` leg
             leg.prediction = book.predictions.add(work.keys)
+            self._learn_transfer(leg, now_s)
         elif work.streamed:
             self._learned.on_first_token(
                 work.rank, sent_s=leg.booked_s, now_s=now_s, tokens=work.uncached_tokens
@@ -285,6 +316,7 @@ class LocalLedger:
             self._complete(leg)
         leg.ended = True
         leg.book.requests -= 1
+        leg.book.active.drop(leg.work.keys)
 
     def _drop(self, leg: _Leg) -> None:
         book = leg.book
@@ -292,6 +324,7 @@ class LocalLedger:
             book.predictions.withdraw(leg.prediction)
         if leg.first_s is not None:
             book.decoding -= 1
+            book.first_s_sum -= leg.first_s
         elif book.queue.pop(leg.number, None):
             book.queued_tokens -= leg.work.uncached_tokens
 
@@ -301,6 +334,7 @@ class LocalLedger:
             self.start_decoding(leg)
         book, work, tokens = leg.book, leg.work, leg.output_tokens
         book.decoding -= 1
+        book.first_s_sum -= leg.first_s or 0.0
         if work.remembered_s:
             self._remember(leg)
         if tokens is None or work.kind == "prefill":
@@ -324,6 +358,19 @@ class LocalLedger:
         book.approximate.add(work.keys, self._clock())
         assert leg.prediction is not None  # noqa: S101 - it has decoded
         book.predictions.withdraw(leg.prediction)
+
+    def _learn_transfer(self, leg: _Leg, now_s: float) -> None:
+        if leg.handed_over_s is None or leg.source is None or not leg.work.streamed:
+            return
+        rates = self._learned.rates(leg.work.rank)
+        step_s = rates.step_s + rates.step_s_per_request * leg.others
+        self._transfers.on_hand_over(
+            leg.source,
+            leg.work.rank,
+            seconds=now_s - leg.handed_over_s - step_s,
+            tokens=leg.work.uncached_tokens,
+            now_s=now_s,
+        )
 
     def _queue(self, leg: _Leg, now_s: float) -> None:
         book, work = leg.book, leg.work

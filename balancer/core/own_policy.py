@@ -5,12 +5,15 @@ Rules:
 1. Whatever it answers, every candidate stays one: those it leaves out come last, in the order of
    `kvlb`; what it makes up or names twice is passed over.
 2. If it fails, or answers nothing that can be used, `kvlb` decides. That is counted, so it shows.
-3. What it is told of a choice can't fail a request either.
+3. It orders; whether and where a candidate's prompt is prefilled elsewhere isn't its business.
+4. What it is told of a choice can't fail a request either.
 
 Cost: its own, and one pass over its answer.
 """
 
 from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak
 from balancer.core.plan import Choice
@@ -54,7 +57,16 @@ def _completed(answer: Sequence[Choice], usual: Sequence[Choice]) -> list[Choice
                 f"a policy's answer is a list of Choice, not of {type(choice).__name__}"
             )
         if choice.candidate.rank in known:
-            ordered.setdefault(choice.candidate.rank, choice)
+            ordered.setdefault(
+                choice.candidate.rank, _with_way(choice, known[choice.candidate.rank])
+            )
     if known and not ordered:
         raise TypeError("a policy's answer names no candidate")
     return [*ordered.values(), *(known[rank] for rank in known if rank not in ordered)]
+
+
+def _with_way(choice: Choice, usual: Choice) -> Choice:
+    """A policy decides who answers; where its prompt is prefilled is decided as always."""
+    if choice.terms == usual.terms:
+        return choice
+    return replace(choice, prefill=usual.prefill, other=None)

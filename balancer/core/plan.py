@@ -19,6 +19,7 @@ class Reason(StrEnum):
     AGGREGATED = "aggregated"
     """The chosen instance is mixed: it prefills and decodes itself."""
     REMOTE_PREFILL = "remote_prefill"
+    """By estimate the prefill leg costs less, or the local limit asks for it."""
     DECODE_HAS_CACHE = "decode_has_cache"
     """Skipped: what the decode instance lacks is at most the local limit, and it holds some."""
     SHORT_PROMPT = "short_prompt"
@@ -32,6 +33,8 @@ class Reason(StrEnum):
     """Prefill legs failed; the decode instance does it all, since the operator allows it."""
     UNSCORABLE = "unscorable"
     """Tokens are unknown: routed by load alone."""
+    LOCAL_FASTER = "local_faster"
+    """Skipped: by estimate, computing it where it decodes costs less than a prefill leg."""
     FORCED_LOCAL = "forced_local"
     FORCED_REMOTE = "forced_remote"
 
@@ -53,6 +56,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     block_size: int | None = None
 
 
+class OtherWay(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the way not taken would cost on the same decode rank; terms both share left out."""
+
+    remote: bool
+    cost_s: float
+    terms: Mapping[str, float]
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A candidate with its cost, as chosen or as passed over."""
 
@@ -60,6 +71,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cost_s: float
     terms: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Each term of the cost in seconds, for explain."""
+    prefill: "Choice | None" = None
+    """Who prefills for this decode rank; None: it does so itself."""
+    other: OtherWay | None = None
+    """The way not taken, where both were open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

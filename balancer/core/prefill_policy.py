@@ -10,7 +10,9 @@ Rules, the first that applies decides:
    hand over (`Connector.carries`), isn't split.
 5. The operator's `force: local`.
 6. A prompt shorter than one block has nothing to hand over.
-7. Up to `local_prefill_max_tokens` uncached tokens run where the decode is, unless
+7. Once rates are known the estimated times decide (`core.ways`), unless `decide: threshold` or
+   `force: remote`, and if the prompt's tokens are known and someone could prefill it.
+8. Else up to `local_prefill_max_tokens` uncached tokens run where the decode is, unless
    `force: remote`. An unscorable prompt's tokens are guessed from the body's size, all uncached.
 8. Everything else takes a prefill leg. Where no prefill instance could ever hand over to this
    one (none there, or each with another connector) it runs where the decode is; where they are
@@ -50,6 +52,8 @@ class SplitFacts:
     """Decode instances that take no request without a prefill leg."""
     paired: frozenset[str] = frozenset()
     """Connectors that want both legs on ranks of the same number."""
+    rates_known: bool = False
+    """Prefill and transfer times are learned, so that they can be compared."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -57,6 +61,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     reason: Reason
     remote: bool = False
+    by_time: bool = False
+    """Either way will do: the estimates decide. `reason` and `remote` are then of a prefill leg."""
     allowed: bool = True
     """False: a prefill leg is needed, its instances are down, and nobody may stand in."""
 
@@ -75,11 +81,13 @@ def decide(
         return _bound_verdict(instance, has_prefill, facts)
     if local := _local_reason(instance, facts, settings):
         return Verdict(reason=local)
-    if settings.force != "remote" and uncached_tokens <= settings.local_prefill_max_tokens:
+    by_time = has_prefill and _compares_times(facts, settings)
+    is_little = settings.force != "remote" and uncached_tokens <= settings.local_prefill_max_tokens
+    if is_little and not by_time:
         return Verdict(reason=_cheap_reason(facts, settings))
-    if not has_prefill:
-        return _without_prefill(instance.connector, facts, settings)
-    return Verdict(reason=_remote_reason(facts, settings), remote=True)
+    if has_prefill:
+        return Verdict(reason=_remote_reason(facts, settings), remote=True, by_time=by_time)
+    return _without_prefill(instance.connector, facts, settings)
 
 
 def _bound_verdict(instance: Instance, has_prefill: bool, facts: SplitFacts) -> Verdict:
@@ -113,6 +121,12 @@ def _local_reason(instance: Instance, facts: SplitFacts, settings: PdSettings) -
     if facts.prompt_tokens < facts.block_size:
         return Reason.SHORT_PROMPT if facts.scored else Reason.UNSCORABLE
     return None
+
+
+def _compares_times(facts: SplitFacts, settings: PdSettings) -> bool:
+    if settings.force != "auto" or settings.decide != "time":
+        return False
+    return facts.rates_known and facts.scored
 
 
 def _cheap_reason(facts: SplitFacts, settings: PdSettings) -> Reason:

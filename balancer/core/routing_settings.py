@@ -58,8 +58,12 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class PdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prefill elsewhere, or where the request decodes."""
 
+    decide: Literal["time", "threshold"] = "time"
+    """`time`: whichever is estimated to cost less, once rates are learned; `threshold`: by
+    `local_prefill_max_tokens` alone."""
     local_prefill_max_tokens: NonNegativeInt = 256
-    """Up to so many uncached tokens the decode instance computes itself."""
+    """Up to so many uncached tokens the decode instance computes itself, where times aren't
+    compared: until rates are learned, if tokens are unknown, or with `decide: threshold`."""
     force: Literal["auto", "local", "remote"] = "auto"
     """`local` or `remote` decide for every request."""
     allow_local_on_failure: bool = False

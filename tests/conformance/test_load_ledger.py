@@ -1,7 +1,7 @@
 """What every `LoadLedger` must do, whatever it is made of."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -151,3 +151,90 @@ def test_forgotten_predictions_stay_forgotten(ledger: LoadLedger) -> None:
     assert voided == 0
     assert ledger.predicted_blocks(FIRST, KEYS, 0) == 2
     sibling.__exit__(None, None, None)
+
+
+def test_blocks_are_in_use_from_booking_to_end(ledger: LoadLedger) -> None:
+    """Whoever waits for a transfer needs its room, too; shared blocks count once."""
+    whole, decode = ledger.hold(work(keys=4)), ledger.hold(work(kind="decode", keys=6))
+    both = ledger.load(FIRST).active_blocks, ledger.active_blocks(FIRST, KEYS)
+    decode.__exit__(None, None, None)
+    one = ledger.load(FIRST).active_blocks, ledger.active_blocks(FIRST, KEYS)
+    whole.__exit__(ValueError, ValueError(), None)
+
+    assert both == (6, 6)
+    assert one == (4, 4)
+    assert (ledger.load(FIRST).active_blocks, ledger.active_blocks(FIRST, KEYS)) == (0, 0)
+    assert ledger.active_blocks(OTHER, KEYS) == 0
+
+
+def test_outputs_are_guessed_by_the_pace(ledger: LoadLedger, clock: Clock) -> None:
+    """Nobody counts tokens as they pass; a leg that ended has none."""
+    first, second = ledger.hold(work()), ledger.hold(work())
+    first.first_token()
+    clock.now_s += 1
+    second.first_token()
+    clock.now_s += 1
+    rates = ledger.load(FIRST).rates
+    step_s = rates.step_s + 2 * rates.step_s_per_request
+
+    assert ledger.load(FIRST).output_tokens == pytest.approx(3 / step_s)
+    first.__exit__(None, None, None)
+    second.__exit__(ValueError, ValueError(), None)
+    assert ledger.load(FIRST).output_tokens == 0
+
+
+def hand_over(ledger: LoadLedger, clock: Clock, seconds: float, *, streamed: bool = True) -> None:
+    """A decode leg on FIRST whose prompt OTHER computed."""
+    booked = replace(work(kind="decode"), streamed=streamed)
+    with ledger.hold(booked) as guard:
+        clock.now_s += 0.3
+        guard.handed_over(OTHER)
+        clock.now_s += seconds
+        guard.first_token()
+        guard.handed_over(OTHER)
+
+
+def test_transfers_are_learned_from_hand_overs(ledger: LoadLedger, clock: Clock) -> None:
+    """From the end of the prefill leg to the first token, less the step that computes it."""
+    prior = ledger.transfer(OTHER, FIRST)
+    for _ in range(3):
+        hand_over(ledger, clock, 1.0)
+    learned = ledger.transfer(OTHER, FIRST)
+    step_s = ledger.load(FIRST).rates.step_s
+
+    assert learned.seconds(100) == pytest.approx(1.0 - step_s)
+    ledger.forget(OTHER)
+    assert ledger.transfer(OTHER, FIRST).seconds(100) > prior.seconds(100)
+
+
+def test_a_transfer_that_nobody_saw_teaches_nothing(ledger: LoadLedger, clock: Clock) -> None:
+    """An answer that isn't streamed, or a leg that was never handed anything."""
+    prior = ledger.transfer(OTHER, FIRST)
+    for _ in range(9):
+        hand_over(ledger, clock, 1.0, streamed=False)
+        with ledger.hold(work(kind="decode")) as guard:
+            guard.first_token()
+
+    assert ledger.transfer(OTHER, FIRST) == prior
+
+
+def test_rates_are_known_once_prefill_and_transfer_are(ledger: LoadLedger, clock: Clock) -> None:
+    """Comparing a learned time with a prior would decide by the prior."""
+    for _ in range(3):
+        hand_over(ledger, clock, 1.0)
+    assert not ledger.knows_rates
+
+    for _ in range(5):
+        with ledger.hold(work()) as guard:
+            clock.now_s += 1
+            guard.first_token()
+    assert ledger.knows_rates
+
+
+def test_arrivals_by_transfer_are_arrivals(ledger: LoadLedger) -> None:
+    """A local prefill delays them as it delays others; they bring no work."""
+    ledger.hold(work(kind="decode"))
+
+    load = ledger.load(FIRST)
+    assert load.arrivals_per_s > 0
+    assert load.work_share == 0

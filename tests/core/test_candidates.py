@@ -1,6 +1,7 @@
 """Candidates: who could serve a request, and what they hold of it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from balancer.core.fleet import Fleet, Instance, Role
 from balancer.core.load import LegWork
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.ways import MemoryUse
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels
@@ -400,3 +402,18 @@ def test_rank_without_events_is_approximate_once_something_was_routed_there(
     assert (before.trust, before.predicted_tokens) == (Trust.LOAD_ONLY, 0)
     assert (after.trust, after.predicted_tokens) == (Trust.APPROXIMATE, 48)
     assert after.overlap_tokens == 0
+
+
+def test_memory_is_weighed_where_its_size_is_known(ledger: LocalLedger) -> None:
+    """In use now, and what of the prompt nobody uses there yet."""
+    known = replace(instance("a"), rank_cache_tokens=5000)
+    source = CandidateSource(
+        matches=PromptMatches(prompts=(prompt(64),), block_sizes={rank("a"): 16, rank("b"): 16}),
+        ledger=ledger,
+    )
+    predict(ledger, rank("a"), prompt(32))
+    predict(ledger, rank("a"), prompt(48, first=900))
+    found, _ = source.load((known, instance("b")), NO_ONE)
+
+    assert found[0].memory == MemoryUse(active_tokens=80, need_tokens=32, capacity_tokens=5000)
+    assert found[1].memory is None

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.cost import LoadedCandidate, RequestShape, estimate_all, queued_s
+from balancer.core.cost import LoadedCandidate, RequestShape, estimate_all, memory_s
 from balancer.core.fleet import Instance, Role
-from balancer.core.load import RankLoad, RankRates
+from balancer.core.load import RankLoad, RankRates, TransferRates
 from balancer.core.plan import Candidate, Choice
+from balancer.core.ways import MemoryUse, Offer
 from indexer.core.types import InstanceId, RankId
 
 RATES = RankRates(
@@ -27,7 +28,9 @@ def loaded(
     predicted_tokens: int = 0,
     loading_tokens: float = 0.0,
     role: Role = Role.MIXED,
-    remote_s: float | None = None,
+    offer_s: float | None = None,
+    may_local: bool = True,
+    memory: MemoryUse | None = None,
 ) -> LoadedCandidate:
     instance = Instance(id=InstanceId("http://e0:8000"), alias="e0", role=role)
     return LoadedCandidate(
@@ -39,7 +42,18 @@ def loaded(
             loading_tokens=loading_tokens,
         ),
         load=load,
-        remote_s=remote_s,
+        memory=memory,
+        offers=() if offer_s is None else (offer(offer_s),),
+        may_local=may_local,
+    )
+
+
+def offer(cost_s: float, alias: str = "p0") -> Offer:
+    instance = Instance(id=InstanceId(f"http://{alias}:8000"), alias=alias, role=Role.PREFILL)
+    candidate = Candidate(rank=RankId(instance.id, 0), instance=instance)
+    return Offer(
+        prefill=Choice(candidate=candidate, cost_s=cost_s),
+        transfer=TransferRates(fixed_s=0.01, s_per_token=1e-4),
     )
 
 
@@ -84,37 +98,20 @@ def test_overlap_beyond_the_prompt_is_no_negative_work() -> None:
     assert estimate(loaded(RankLoad(rates=RATES), overlap_tokens=5000)).terms["work"] == 0
 
 
-def test_the_queue_shrinks_as_its_head_gets_done() -> None:
-    """By the time passed, but never by more than nine tenths of the head."""
-    load = RankLoad(oldest_queued_s=1.0, queued_tokens=500, head_tokens=200, rates=RATES)
-
-    def after(progress_s: float) -> float:
-        return queued_s(
-            RankLoad(
-                oldest_queued_s=1.0,
-                queued_tokens=500,
-                head_tokens=200,
-                head_progress_s=progress_s,
-                rates=RATES,
-            )
-        )
-
-    assert queued_s(load) == pytest.approx(0.51)
-    assert after(0.1) == pytest.approx(0.41)
-    assert after(9.0) == pytest.approx(0.51 - 0.9 * 0.21)
-
-
 def test_work_is_dearer_where_many_arrive() -> None:
-    """The price of work rises with arrivals and with the share of time already sold."""
+    """The price of work rises with arrivals and with the share of time already sold.
+
+    Who arrives while it is computed waits for half of it, on average.
+    """
     idle = estimate(loaded(RankLoad(rates=RATES))).terms["delay"]
     visited = estimate(loaded(RankLoad(arrivals_per_s=2, rates=RATES))).terms["delay"]
     busy = estimate(loaded(RankLoad(arrivals_per_s=2, work_share=0.8, rates=RATES)))
     drowned = estimate(loaded(RankLoad(arrivals_per_s=2, work_share=5.0, rates=RATES)))
 
     assert idle == pytest.approx(0.25)
-    assert visited == pytest.approx(0.25 + 2 * 1.01)
-    assert busy.terms["delay"] == pytest.approx(0.25 + 2 * 1.01 / 0.2)
-    assert drowned.terms["delay"] == pytest.approx(0.25 + 2 * 1.01 / 0.1)
+    assert visited == pytest.approx(0.25 + 2 * 0.51)
+    assert busy.terms["delay"] == pytest.approx(0.25 + 2 * 0.51 / 0.2)
+    assert drowned.terms["delay"] == pytest.approx(0.25 + 2 * 0.51 / 0.1)
 
 
 @pytest.mark.parametrize(("role", "stall"), [(Role.MIXED, 0.15), (Role.DECODE, 0.5)])
@@ -127,19 +124,59 @@ def test_prefill_beside_decodes_stalls_them(role: Role, stall: float) -> None:
 
 def test_a_remote_prefill_replaces_the_work_here() -> None:
     """Its price, the transfer of what is missing, and the first step."""
-    terms = estimate(
-        loaded(RankLoad(requests=2, rates=RATES), predicted_tokens=400, remote_s=0.3)
-    ).terms
+    choice = estimate(
+        loaded(
+            RankLoad(requests=2, rates=RATES), predicted_tokens=400, offer_s=0.3, may_local=False
+        )
+    )
 
-    assert terms == pytest.approx(
+    assert choice.terms == pytest.approx(
         {
             "prefill": 0.3,
-            "transfer": 0.005 + 600e-5,
+            "transfer": 0.01 + 600e-4,
             "step": 0.022,
             "in_flight": 0.25 * 100 * 0.025,
             "recent": 0,
         }
     )
+    assert choice.prefill is not None
+    assert choice.other is None
+
+
+@pytest.mark.parametrize(
+    ("held_tokens", "is_remote"), [(0, True), (900, False)], ids=["cold", "warm"]
+)
+def test_of_two_open_ways_the_cheaper_one_is_taken(held_tokens: int, is_remote: bool) -> None:
+    """What the other one would have cost stays in the choice."""
+    candidate = loaded(
+        RankLoad(rates=RATES), predicted_tokens=held_tokens, role=Role.DECODE, offer_s=0.4
+    )
+    choice = estimate(candidate)
+    other = choice.other
+
+    assert (choice.prefill is not None) is is_remote
+    assert other is not None
+    assert other.remote is not is_remote
+    assert other.cost_s == pytest.approx(sum(other.terms.values()))
+    assert choice.cost_s - choice.terms["in_flight"] <= other.cost_s
+
+
+def test_memory_costs_nothing_where_its_size_is_unknown() -> None:
+    """The term is left out, not 0."""
+    assert "memory" not in estimate(loaded(RankLoad(rates=RATES))).terms
+
+
+def test_memory_that_runs_out_is_waited_for() -> None:
+    """What is missing, at the pace at which decodes free what is in use."""
+    rates = RankRates(output_tokens=100, decode_s=4.0)
+    load = RankLoad(requests=1, rates=rates)
+    full = MemoryUse(active_tokens=900, need_tokens=300, capacity_tokens=1000)
+    roomy = MemoryUse(active_tokens=900, need_tokens=300, capacity_tokens=100_000)
+
+    congestion_s = 0.3 * 4.0 * (400 / 1000) * 0.97 / 0.03
+    assert memory_s(load, full) == pytest.approx(4.0 * 300 / 900 + congestion_s)
+    assert memory_s(load, roomy) == pytest.approx(0.3 * 4.0 * (400 / 1e5) * 0.013 / 0.987)
+    assert estimate(loaded(load, memory=full)).terms["memory"] == memory_s(load, full)
 
 
 def test_loading_from_a_slower_tier_takes_its_time_and_nobody_elses() -> None:

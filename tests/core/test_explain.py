@@ -6,11 +6,12 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_choice
 
 from balancer.core.decision_log import DecisionLog, render_record
 from balancer.core.explain import explain_choice, render_plan
 from balancer.core.fleet import Instance, Role
-from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.request import PromptView
 from indexer.core.types import InstanceId, RankId, Tier, Trust
@@ -88,6 +89,8 @@ def test_plan_shows_every_candidate_with_its_terms() -> None:
         "block_size": 16,
         "cost": 0.4,
         "terms": {"queue": 0.3, "work": 0.1},
+        "prefill": None,
+        "other_way": None,
     }
 
 
@@ -101,6 +104,60 @@ def test_prefill_leg_is_shown_like_the_decode_leg() -> None:
 
     assert shown["prefill"]["chosen"]["instance"] == "b"
     assert shown["prefill"]["why"] == "b is the only candidate"
+
+
+def two_ways(*, remote: bool) -> Choice:
+    """A choice between both ways, taken remote or not."""
+    source = choice("p", 1.0, work=1.0) if remote else None
+    terms = {"prefill": 1.0, "step": 0.5} if remote else {"work": 1.0, "stall": 0.5}
+    return replace_choice(
+        BEST,
+        terms=terms,
+        prefill=source,
+        other=OtherWay(remote=not remote, cost_s=2.0, terms={"work": 2.0}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("remote", "expected"),
+    [
+        (False, "prefill where it decodes is estimated at 1.5, prefill elsewhere at 2"),
+        (True, "prefill elsewhere is estimated at 1.5, prefill where it decodes at 2"),
+    ],
+)
+def test_both_ways_are_shown_with_their_estimates(remote: bool, expected: str) -> None:
+    """In one sentence, and term by term with the candidate."""
+    chosen = two_ways(remote=remote)
+    shown = render_plan(RoutePlan(decode=chosen, reason=Reason.LOCAL_FASTER), PromptView())
+
+    assert shown["ways"] == expected
+    assert shown["decode"]["chosen"]["prefill"] == ("p" if remote else None)
+    assert shown["decode"]["chosen"]["other_way"] == {
+        "way": "local" if remote else "remote",
+        "cost": 2.0,
+        "terms": {"work": 2.0},
+    }
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_finished_request_shows_what_became_of_the_choice(remote: bool) -> None:
+    """Estimate, alternative, and what it took."""
+    legs = [LegRecord(kind="decode", alias="a", overlap_tokens=0, started_s=1.0, first_byte_s=4.0)]
+    if remote:
+        legs.insert(0, LegRecord(kind="prefill", alias="p", overlap_tokens=0, started_s=0.0))
+    chosen = two_ways(remote=remote)
+    plan = RoutePlan(decode=chosen, prefill=chosen.prefill, reason=Reason.LOCAL_FASTER)
+
+    shown = render_record(record(plan=plan, stream=True, legs=legs))
+    assert shown["pd"] == {
+        "way": "remote" if remote else "local",
+        "estimated_s": 1.5,
+        "alternative_s": 2.0,
+        "first_token_s": 4.0 if remote else 3.0,
+        "paid_s": 4.0 if remote else 3.5,
+        "regret_s": 2.0 if remote else 1.5,
+    }
+    assert render_record(record(plan=plan, legs=legs))["pd"]["regret_s"] is None
 
 
 @pytest.mark.parametrize("reason", list(Reason))

@@ -204,3 +204,14 @@ def test_a_tracker_stays_near_its_samples(samples: list[float]) -> None:
         tracker.add(sample)
 
     assert min(samples) * 0.96 <= tracker.value <= max(samples) * 1.03
+
+
+def test_decode_time_is_a_mean_per_rank() -> None:
+    """Of whole answers; 0 until there was one."""
+    learned = LearnedRates()
+    unknown_s = learned.rates(RANK).decode_s
+    for seconds in (1.0, 3.0):
+        learned.on_decoded(RANK, decode_s=seconds, tokens=10, others=0)
+
+    assert unknown_s == 0
+    assert learned.rates(RANK).decode_s == 2.0

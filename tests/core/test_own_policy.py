@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
 from balancer.core.fleet import Instance
-from balancer.core.load import RankLoad
+from balancer.core.load import RankLoad, TransferRates
 from balancer.core.own_policy import OwnPolicy
 from balancer.core.plan import Candidate, Choice
 from balancer.core.policies import seeded_draw
+from balancer.core.ways import Offer
 from indexer.core.types import InstanceId, RankId, Trust
 
 SHAPE = RequestShape(prompt_tokens=100)
@@ -113,3 +115,20 @@ def test_nobody_to_choose_from_is_no_failure() -> None:
     policy = OwnPolicy(Answering(list), lambda error: pytest.fail(str(error)))
 
     assert policy.choose(SHAPE, [], seeded_draw(1)) == []
+
+
+def test_where_a_prompt_is_prefilled_is_not_its_business() -> None:
+    """A choice it made itself says nothing of the way; the engine may need a prefill leg."""
+    source = ELSEWHERE[0]
+    needy = replace(
+        CANDIDATES[0],
+        offers=(Offer(prefill=source, transfer=TransferRates()),),
+        may_local=False,
+    )
+    own = Answering(lambda usual: [Choice(candidate=usual[0].candidate, cost_s=7.0)])
+    failures: list[Exception] = []
+
+    (chosen,) = OwnPolicy(own, failures.append).choose(SHAPE, [needy], seeded_draw(1))
+
+    assert (chosen.cost_s, chosen.prefill, chosen.other) == (7.0, source, None)
+    assert not failures

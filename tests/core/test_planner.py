@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from balancer.core.cost import LoadedCandidate, RequestShape
 from balancer.core.errors import NoInstanceError, OverloadedError
 from balancer.core.fleet import Instance, Role
-from balancer.core.load import RankLoad
+from balancer.core.load import RankLoad, TransferRates
 from balancer.core.plan import Candidate, Reason, RoutePlan
 from balancer.core.planner import Planner
 from balancer.core.policies import named_policy, seeded_draw
@@ -57,8 +57,15 @@ def plan(
     facts: SplitFacts | None = None,
     pd: PdSettings | None = None,
     policy: PolicyName = "kvlb",
+    slow: tuple[str, ...] = (),
 ) -> RoutePlan:
-    planner = Planner(policy=named_policy(policy), pd=pd or PdSettings())
+    """`slow`: prefill instances that hand over slowly."""
+
+    def transfer(source: RankId, _target: RankId) -> TransferRates:
+        is_slow = any(source.instance == f"http://{alias}:8000" for alias in slow)
+        return TransferRates(s_per_token=1e-3) if is_slow else TransferRates()
+
+    planner = Planner(policy=named_policy(policy), pd=pd or PdSettings(), transfer=transfer)
     shape = RequestShape(prompt_tokens=tokens)
     facts = facts or SplitFacts(prompt_tokens=tokens, prefill_expected=connectors_of(prefill))
     return planner.plan(shape, facts, decode, prefill, DRAW)
@@ -127,6 +134,56 @@ def test_a_mixed_instance_competes_in_the_same_seconds() -> None:
 
     assert (route(idle), idle.reason) == ((None, "m0"), Reason.AGGREGATED)
     assert route(queued) == ("p0", "d0")
+
+
+KNOWN = SplitFacts(prompt_tokens=4000, prefill_expected=frozenset({"nixl"}), rates_known=True)
+
+
+def test_with_known_rates_an_idle_decode_instance_spares_the_leg() -> None:
+    """However long the prompt is, if nobody decodes there and the prefill instance is busy."""
+    made = plan(
+        [loaded("d0", Role.DECODE)],
+        [loaded("p0", Role.PREFILL, queued_tokens=20_000)],
+        facts=KNOWN,
+    )
+
+    assert (route(made), made.reason) == ((None, "d0"), Reason.LOCAL_FASTER)
+    assert made.considered_prefill == ()
+    assert made.decode.other is not None
+    assert made.decode.other.remote
+
+
+def test_with_known_rates_a_busy_decode_instance_is_spared() -> None:
+    """Even a prompt below the limit goes elsewhere where it would stall many."""
+    made = plan(
+        [loaded("d0", Role.DECODE, held_tokens=3800, requests=100)],
+        [loaded("p0", Role.PREFILL, held_tokens=3900)],
+        facts=KNOWN,
+    )
+
+    assert (route(made), made.reason) == (("p0", "d0"), Reason.REMOTE_PREFILL)
+    assert made.decode.other is not None
+    assert not made.decode.other.remote
+
+
+def test_a_slow_link_sends_the_prompt_to_another_prefill_rank() -> None:
+    """Though its own cost is a little more."""
+    prefill = [loaded("p0", Role.PREFILL), loaded("p1", Role.PREFILL, held_tokens=100)]
+
+    made = plan([loaded("d0", Role.DECODE, requests=100)], prefill, facts=KNOWN, slow=("p1",))
+
+    assert route(made) == ("p0", "d0")
+    assert {each.candidate.instance.alias for each in made.considered_prefill} == {"p0", "p1"}
+
+
+def test_policies_that_go_by_something_else_keep_their_order() -> None:
+    """The link decides whether, not where."""
+    prefill = [loaded("p0", Role.PREFILL, requests=1), loaded("p1", Role.PREFILL)]
+    decode = [loaded("d0", Role.DECODE, requests=100)]
+
+    made = plan(decode, prefill, facts=KNOWN, slow=("p1",), policy="least_loaded")
+
+    assert route(made) == ("p1", "d0")
 
 
 @pytest.mark.parametrize("connector", ["none", "other"])

@@ -161,6 +161,59 @@ def test_an_unscorable_prompt_below_a_block_stays_local() -> None:
     assert verdict(300, facts) == Verdict(reason=Reason.UNSCORABLE)
 
 
+KNOWN = SplitFacts(prompt_tokens=1000, rates_known=True)
+
+
+@pytest.mark.parametrize("uncached", [1, 256, 5000])
+def test_known_rates_decide_whatever_the_limit_says(uncached: int) -> None:
+    """Either way is open; the estimates are compared later."""
+    assert verdict(uncached, KNOWN) == Verdict(
+        reason=Reason.REMOTE_PREFILL, remote=True, by_time=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "has_prefill", "reason"),
+    [
+        pytest.param(LONG, AUTO, True, Reason.DECODE_HAS_CACHE, id="rates-unknown"),
+        pytest.param(
+            KNOWN, PdSettings(decide="threshold"), True, Reason.DECODE_HAS_CACHE, id="threshold"
+        ),
+        pytest.param(KNOWN, PdSettings(force="remote"), True, Reason.FORCED_REMOTE, id="forced"),
+        pytest.param(KNOWN, AUTO, False, Reason.DECODE_HAS_CACHE, id="nobody-prefills"),
+        pytest.param(
+            SplitFacts(prompt_tokens=1000, rates_known=True, scored=False),
+            AUTO,
+            True,
+            Reason.UNSCORABLE,
+            id="tokens-unknown",
+        ),
+        pytest.param(
+            SplitFacts(prompt_tokens=1000, rates_known=True, splittable=False),
+            AUTO,
+            True,
+            Reason.NOT_SPLITTABLE,
+            id="not-splittable",
+        ),
+        pytest.param(
+            SplitFacts(prompt_tokens=10, rates_known=True),
+            AUTO,
+            True,
+            Reason.SHORT_PROMPT,
+            id="short",
+        ),
+    ],
+)
+def test_times_are_compared_only_where_both_ways_are_open(
+    facts: SplitFacts, settings: PdSettings, has_prefill: bool, reason: Reason
+) -> None:
+    """Everything else goes by its own rule."""
+    decided = verdict(200, facts, settings, has_prefill=has_prefill)
+
+    assert not decided.by_time
+    assert decided.reason is reason
+
+
 def test_an_unsplittable_request_stays_local() -> None:
     """Two legs can't serve it."""
     facts = SplitFacts(prompt_tokens=1000, splittable=False)

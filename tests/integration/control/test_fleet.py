@@ -317,6 +317,9 @@ class BuggyProber:
     async def learn(self, inquiry: Inquiry) -> TransferFacts:
         return await self.client.learn(inquiry)
 
+    async def find_cache_tokens(self, instance: InstanceId) -> int | None:
+        return await self.client.find_cache_tokens(instance)
+
 
 QUERY = b'{"0": {"engine_id": "life-%d", "worker_addr": {}}}'
 
@@ -473,6 +476,86 @@ async def test_ranks_that_could_not_be_asked_for_are_asked_for_again(
         running.cancel()
 
     assert instance.is_available
+
+
+CACHE = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
+
+
+async def test_cache_size_is_learned_per_rank(engine: Any) -> None:
+    """The engine tells the sum over its ranks, once."""
+    engine.answers["/metrics"] = (200, CACHE)
+    async with keeping(engine.settings(ranks=2)) as keeper:
+        instance = await wait(keeper, lambda each: each.rank_cache_tokens)
+        seen = engine.calls("/health")
+        await engine.wait_for_calls("/health", seen + 3)
+
+    assert instance.rank_cache_tokens == 800
+    assert engine.calls("/metrics") == 1
+
+
+async def test_engine_that_does_not_tell_its_cache_size_is_asked_once(engine: Any) -> None:
+    """It is as available as any."""
+    engine.answers["/metrics"] = (404, b"")
+    async with keeping(engine.settings()) as keeper:
+        await engine.wait_for_calls("/metrics", 1)
+        seen = engine.calls("/health")
+        await engine.wait_for_calls("/health", seen + 3)
+        instance = keeper.snapshot().instances[0]
+
+    assert (instance.is_available, instance.rank_cache_tokens) == (True, None)
+    assert engine.calls("/metrics") == 1
+
+
+async def test_stalled_metrics_cost_no_health(engine: Any) -> None:
+    """And are given up after a few tries."""
+    engine.stall.add("/metrics")
+    settings = ProbeSettings(interval_s=0.02, timeout_s=0.1)
+    async with keeping(engine.settings(), settings=settings) as keeper:
+        await engine.wait_for_calls("/metrics", 3)
+        seen = engine.calls("/health")
+        await engine.wait_for_calls("/health", seen + 3)
+        instance = keeper.snapshot().instances[0]
+
+    assert (instance.is_available, instance.rank_cache_tokens) == (True, None)
+    assert engine.calls("/metrics") == 3
+
+
+async def test_cache_size_is_asked_for_again_after_an_outage(engine: Any) -> None:
+    """Whoever comes back may have another."""
+    engine.answers["/metrics"] = (200, CACHE)
+    async with keeping(engine.settings()) as keeper:
+        await wait(keeper, lambda each: each.rank_cache_tokens == 1600)
+        engine.answers["/metrics"] = (200, CACHE.replace(b"100", b"50"))
+        keeper.report(engine.id, False, "engine_unreachable")
+        instance = await wait(keeper, lambda each: each.rank_cache_tokens == 800)
+
+    assert instance.is_available
+
+
+async def test_bug_in_asking_for_the_cache_size_stops_nothing(
+    engine: Any, client: EngineClient
+) -> None:
+    """It is counted, and asked again."""
+
+    class Confused(BuggyProber):
+        async def probe(self, instance: InstanceId) -> ProbeAnswer:
+            return await self.client.probe(instance)
+
+        async def find_cache_tokens(self, instance: InstanceId) -> int | None:
+            if self.bugs:
+                raise self.bugs.pop()
+            return await super().find_cache_tokens(instance)
+
+    engine.answers["/metrics"] = (200, CACHE)
+    prober = Confused(client)
+    prober.bugs = [KeyError("a bug")]
+    keeper = FleetKeeper((engine.settings(),), prober=prober, settings=FAST)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(keeper.run())
+        await wait(keeper, lambda each: each.rank_cache_tokens == 1600)
+        running.cancel()
+
+    assert keeper.bugs == 1
 
 
 @pytest.mark.parametrize("key", ["bro\nken-key#", "ké-key#"], ids=["control", "not-ascii"])

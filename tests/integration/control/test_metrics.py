@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from balancer.core.fleet import Fleet, Instance, Role
 from balancer.core.load import LegWork
 from balancer.core.local_ledger import LocalLedger
-from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.fleet_metrics import FleetCollector
 from balancer.metrics import BalancerMetrics
@@ -148,6 +148,45 @@ def test_prefill_decisions_are_counted(bench: Bench, legs: list[LegRecord], outc
 
     labels = {"outcome": outcome, "reason": "decode_has_cache"}
     assert bench.value("kvlb_prefill_legs_total", **labels) == 1
+
+
+def test_choices_between_both_ways_are_counted_in_seconds(bench: Bench) -> None:
+    """Estimate and alternative of all, regret of those whose first token was seen."""
+    candidate = Candidate(
+        rank=RankId(bench.fleet.instances[0].id, 0), instance=bench.fleet.instances[0]
+    )
+    plan = RoutePlan(
+        decode=Choice(
+            candidate=candidate,
+            cost_s=0.5,
+            terms={"work": 0.25, "stall": 0.25},
+            other=OtherWay(remote=True, cost_s=0.625, terms={}),
+        ),
+        reason=Reason.LOCAL_FASTER,
+    )
+    bench.observe(leg(), plan=plan)
+    bench.observe(leg(), plan=plan, stream=True)
+
+    assert bench.value("kvlb_pd_decisions_total", way="local", reason="local_faster") == 2
+    assert bench.value("kvlb_pd_estimated_seconds_total", way="local") == 1.0
+    assert bench.value("kvlb_pd_alternative_seconds_total", way="local") == 1.25
+    assert bench.value("kvlb_pd_paid_seconds_total", way="local") == 0.75
+    assert bench.value("kvlb_pd_regret_seconds_total", way="local") == 0.125
+
+
+def test_a_choice_without_an_alternative_counts_no_seconds(bench: Bench) -> None:
+    """Forced, or by the threshold; on a mixed instance there was no choice at all."""
+    bench.observe(leg())
+    mixed = Instance(id=InstanceId("http://m:1"), alias="m")
+    candidate = Candidate(rank=RankId(mixed.id, 0), instance=mixed)
+    bench.observe(
+        leg(),
+        plan=RoutePlan(decode=Choice(candidate=candidate, cost_s=0), reason=Reason.AGGREGATED),
+    )
+
+    assert bench.value("kvlb_pd_decisions_total", way="local", reason="decode_has_cache") == 1
+    assert bench.value("kvlb_pd_decisions_total", way="local", reason="aggregated") is None
+    assert bench.value("kvlb_pd_estimated_seconds_total", way="local") is None
 
 
 def test_first_token_is_timed_where_it_can_be_seen(bench: Bench) -> None:

@@ -19,7 +19,7 @@ INSTANCES = {
     "d0": {"role": "decode", "connector": "example"},
 }
 SETTINGS = {
-    "pd": {"local_prefill_max_tokens": 64},
+    "pd": {"decide": "threshold", "local_prefill_max_tokens": 64},
     "tokens": {"deadline_s": 5},
     "routing": {"lookup_timeout_s": 1},
 }
