@@ -125,6 +125,7 @@ class AnswerPasser:
                 passed = reader.feed(chunk)
                 if not is_computed and reader.has_data:
                     is_computed = True
+                    decoded.leg.first_token_s = self._clock()
                     decoded.guard.first_token()
                 if passed:
                     await write(passed)

@@ -302,8 +302,8 @@ class BalancerMetrics:
         alias = self._alias(leg)
         self._legs.at(leg.kind, alias, leg.error or "ok").inc()
         # Only a stream, or a prefill leg, shows when the first token was there.
-        if leg.first_byte_s is not None and (stream or leg.kind == "prefill"):
-            self._first_byte.at(leg.kind, alias).observe(leg.first_byte_s - leg.started_s)
+        if leg.computed_s is not None and (stream or leg.kind == "prefill"):
+            self._first_byte.at(leg.kind, alias).observe(leg.computed_s - leg.started_s)
         if leg.cached_tokens is not None and leg.prompt_tokens is not None:
             self._cached.at(model, leg.kind).inc(leg.cached_tokens)
             self._cached_of.at(model, leg.kind).inc(leg.prompt_tokens)
@@ -329,6 +329,6 @@ class BalancerMetrics:
 def _inter_token_s(leg: LegRecord) -> float | None:
     """Mean pause between two tokens, if the leg had two and ended well."""
     tokens = leg.completion_tokens or 0
-    if tokens < 2 or leg.error is not None or leg.first_byte_s is None or leg.ended_s is None:
+    if tokens < 2 or leg.error is not None or leg.computed_s is None or leg.ended_s is None:
         return None
-    return (leg.ended_s - leg.first_byte_s) / (tokens - 1)
+    return (leg.ended_s - leg.computed_s) / (tokens - 1)

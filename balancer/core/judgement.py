@@ -67,5 +67,5 @@ def _took_s(record: RequestRecord, plan: RoutePlan) -> float | None:
     legs = record.legs
     if not record.stream or len(legs) != planned or any(leg.error for leg in legs):
         return None
-    first_s = legs[-1].first_byte_s
+    first_s = legs[-1].computed_s
     return None if first_s is None else first_s - min(leg.started_s for leg in legs)

@@ -20,6 +20,8 @@ class LegRecord:
     """Predicted at routing time; None if the prompt could not be scored."""
     started_s: float
     first_byte_s: float | None = None
+    first_token_s: float | None = None
+    """Of a stream that passed us: later than its first byte if that was an empty opening."""
     ended_s: float | None = None
     status: int | None = None
     error: str | None = None
@@ -37,6 +39,11 @@ class LegRecord:
     cached_tokens: int | None = None
     """As the engine reported it; None: unknown, which is not 0."""
     completion_tokens: int | None = None
+
+    @property
+    def computed_s(self) -> float | None:
+        """When its prompt was computed, as far as a stream or a prefill leg shows."""
+        return self.first_byte_s if self.first_token_s is None else self.first_token_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,21 +8,33 @@ Rules:
    and without choices, just before `[DONE]` or the end. Anywhere else it is the engine's own.
 3. Usage is the last one seen. Nothing but `[DONE]` is the end: not a finish_reason, not usage.
 4. Lines end in LF, CRLF or CR, in any mixture and cut anywhere; comments pass.
-5. An event that is no JSON, or has an unknown shape, passes: reading it is our wish alone.
+5. A chat stream's opening (a role, and nothing said yet) is no token: engines may send it before
+   they compute anything.
+6. An event that is no JSON, or has an unknown shape, passes: reading it is our wish alone.
 
 Cost: O(chunk). The common chunk (whole events, none of the words we look for) is three substring
 searches, well under a microsecond.
 """
 
 import re
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from balancer.core.usage import Usage, decode_head, read_usage
 
 _MAX_KEPT_BYTES: Final = 64 * 1024
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _NO_CHOICES = re.compile(rb"\[\s*\]|null")
-_DATA_LINE = re.compile(rb"(?:^|[\r\n])data:")
+_MAX_OPENING_BYTES: Final = 4096
+
+
+class _OpeningChoice(msgspec.Struct):
+    delta: dict[str, Any]
+
+
+class _Opening(msgspec.Struct):
+    choices: list[_OpeningChoice]
 
 
 class SseReader:
@@ -43,7 +55,7 @@ class SseReader:
     def __init__(self, *, withhold_usage: bool) -> None:
         self.usage: Usage | None = None
         self.has_data = False
-        """A data event was seen: the first token is there."""
+        """A data event that isn't an opening was seen: the first token is there."""
         self.has_error = False
         """An event told of an error."""
         self.is_done = False
@@ -73,7 +85,7 @@ class SseReader:
             and b'"error"' not in chunk
         ):
             if not self.has_data:
-                self.has_data = _DATA_LINE.search(chunk) is not None
+                self.has_data = any(map(_shows_token, _EVENT_END.split(chunk)))
             return chunk
         return self._feed_events(chunk)
 
@@ -128,7 +140,7 @@ class SseReader:
             passed, self._after_held, self._held = self._after_held, b"", b""
             return passed + event
         passed = self._release_held()
-        self.has_data = True
+        self.has_data = self.has_data or not is_opening(data)
         if self._is_usage_chunk(data) and self._withholds:
             self._held = event
             return passed
@@ -153,6 +165,24 @@ class SseReader:
             return False
         self.usage = usage
         return _NO_CHOICES.fullmatch(bytes(head.choices).strip()) is not None
+
+
+def is_opening(data: bytes) -> bool:
+    """Tell a chat stream's first event, which names the role and says nothing, from a token."""
+    if b'"role"' not in data or len(data) > _MAX_OPENING_BYTES:
+        return False
+    try:
+        choices = msgspec.json.decode(data, type=_Opening).choices
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return bool(choices) and not any(
+        value for choice in choices for name, value in choice.delta.items() if name != "role"
+    )
+
+
+def _shows_token(event: bytes) -> bool:
+    data = _data_of(event)
+    return data is not None and not is_opening(data)
 
 
 def _data_of(event: bytes) -> bytes | None:

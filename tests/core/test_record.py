@@ -40,3 +40,13 @@ def test_unknown_stays_unknown() -> None:
     """No leg, or an engine that doesn't tell: None, not 0."""
     assert record().cached_tokens is None
     assert record(leg("decode", None)).cached_tokens is None
+
+
+def test_an_opening_is_not_the_first_token() -> None:
+    """A stream's first byte may come before anything is computed; a prefill leg has only that."""
+    first = leg("decode", None)
+    first.first_byte_s = 1.0
+    before = first.computed_s
+    first.first_token_s = 2.0
+
+    assert (before, first.computed_s) == (1.0, 2.0)

@@ -11,6 +11,7 @@ from balancer.core.sse import SseReader
 
 DONE = b"data: [DONE]\n\n"
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
+OPENING = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
 
 
@@ -169,12 +170,24 @@ def test_error_event_is_noticed() -> None:
         pytest.param(b": data:\n\n", False, id="data-in-comment"),
         pytest.param(b"event: x\ndata: y\n\n", True, id="named"),
         pytest.param(b"data: half", False, id="half"),
+        pytest.param(OPENING, False, id="opening"),
+        pytest.param(OPENING + OPENING, False, id="two-openings"),
+        pytest.param(OPENING + TOKEN, True, id="opening-and-token"),
+        pytest.param(OPENING.replace(b'""', b'"Hi"'), True, id="role-and-text"),
+        pytest.param(OPENING.replace(b"delta", b"other"), True, id="unknown-shape"),
+        pytest.param(OPENING.replace(b"}]", b"}"), True, id="no-json"),
+        pytest.param(b'data: {"choices":[],"role":""}\n\n', True, id="no-choices"),
+        pytest.param(OPENING.replace(b'""', b'"' + b"x" * 5000 + b'"'), True, id="long"),
     ],
 )
-def test_first_token_is_the_first_data(chunk: bytes, has_data: bool) -> None:
-    """A keep-alive comment is no token."""
+@pytest.mark.parametrize("width", [1, 7, 10_000], ids=["bytewise", "sevens", "whole"])
+def test_first_token_is_the_first_data_that_says_something(
+    chunk: bytes, has_data: bool, width: int
+) -> None:
+    """A keep-alive comment is no token, nor is a role: engines may send both before they compute."""
     reader = SseReader(withhold_usage=True)
-    reader.feed(chunk)
+    for start in range(0, len(chunk), width):
+        reader.feed(chunk[start : start + width])
 
     assert reader.has_data is has_data
 
