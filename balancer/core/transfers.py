@@ -7,7 +7,9 @@ for memory around it: a hand-over costs them, too.
 Rules:
 
 1. The fixed part is the fleet's, from hand-overs of so few tokens that their transfer takes next to
-   nothing; the rate is the pair's, from those whose transfer clearly exceeds the fixed part.
+   nothing; the rate is the pair's, from those whose transfer clearly exceeds the fixed part. Until
+   there is a rate, or where a hand-over takes longer than any fixed part may, the time itself
+   tells which of both it is.
 2. Both are 40 % quantiles: waits only ever add.
 3. A pair with fewer than three samples uses the fleet's rate; a fleet with fewer the prior.
 4. A slow estimate that nobody renews fades within minutes, a pair's to the fleet's and that to the
@@ -24,6 +26,8 @@ CLEARLY_TRANSFER = 2
 """A transfer of so many fixed parts says something about the rate."""
 LITTLE_TRANSFER = 0.5
 """One of so many says something about the fixed part."""
+MIN_TOKENS = 256
+"""So many that take longer than any fixed part tell of the rate, even if it seemed high before."""
 STALE_S = 120.0
 
 
@@ -77,11 +81,14 @@ class LearnedTransfers:
             return
         fixed_s = self._fixed_s
         expected_s = tokens * self._s_per_token((source, target), now_s)
-        if self.are_known and expected_s < LITTLE_TRANSFER * fixed_s:
+        if seconds > MAX_FIXED_S and tokens >= MIN_TOKENS:
+            expected_s = seconds  # whatever was expected: this is no fixed part
+        elif not self.are_known:
+            expected_s = seconds
+        elif expected_s < LITTLE_TRANSFER * fixed_s:
             self._fixed.add(min(max(seconds - expected_s, MAX_FIXED_S / 1000), MAX_FIXED_S))
             return
-        is_transfer = expected_s if self.are_known else seconds
-        if is_transfer < CLEARLY_TRANSFER * fixed_s or seconds <= fixed_s:
+        if expected_s < CLEARLY_TRANSFER * fixed_s or seconds <= fixed_s:
             return
         sample = (seconds - fixed_s) / tokens
         self._fleet.add(sample, now_s)

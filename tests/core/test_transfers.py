@@ -59,6 +59,27 @@ def test_small_hand_overs_tell_the_fixed_part() -> None:
     assert rates.s_per_token == pytest.approx(1e-3)
 
 
+def test_a_rate_that_was_too_good_to_be_true_is_mended() -> None:
+    """By hand-overs of many tokens that take longer than any fixed part."""
+    learned = LearnedTransfers()
+    hand_over(learned, 0.0101, tokens=100_000, times=3)
+    hand_over(learned, 1.5, tokens=30_000, times=60)
+
+    rates = learned.rates(P0, D0, 0.0)
+    assert rates.seconds(30_000) == pytest.approx(1.5, rel=0.1)
+    assert rates.fixed_s < 0.01
+
+
+def test_a_long_wait_of_a_few_tokens_tells_no_rate() -> None:
+    """They waited for memory."""
+    learned = LearnedTransfers()
+    hand_over(learned, 1.005, times=3)
+    before = learned.rates(P0, D0, 0.0).s_per_token
+    hand_over(learned, 0.5, tokens=1, times=20)
+
+    assert learned.rates(P0, D0, 0.0).s_per_token == before
+
+
 @pytest.mark.parametrize("tokens", [4, 8], ids=["neither-nor", "hardly-more"])
 def test_hand_overs_in_between_tell_nothing(tokens: int) -> None:
     """Waits of the same size would be taken for rate or for overhead."""
