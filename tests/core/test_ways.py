@@ -110,6 +110,20 @@ def test_a_hand_over_takes_the_prefill_the_transfer_and_a_step() -> None:
     )
 
 
+def test_what_was_handed_over_waits_for_prompts_computed_there() -> None:
+    """Beyond what prefill and transfer take anyway: engines admit nobody beside a long prompt."""
+    load = RankLoad(oldest_queued_s=0.0, queued_tokens=2000, head_tokens=2000, rates=RATES)
+    quick, slow = (
+        Offer(
+            prefill=choice("p0", 9.0, work=work_s, delay=5.0), transfer=TransferRates(fixed_s=0.5)
+        )
+        for work_s in (0.25, 4.0)
+    )
+
+    assert remote_terms(load, quick, uncached_tokens=0)["wait"] == pytest.approx(2.01 - 0.75)
+    assert remote_terms(load, slow, uncached_tokens=0)["wait"] == 0
+
+
 def test_a_slow_link_can_lose_to_a_dearer_prefill_rank() -> None:
     """The longer the prompt, the more the link counts."""
     slow, dear = offer("p0", 0.1, s_per_token=1e-3), offer("p1", 0.2)
