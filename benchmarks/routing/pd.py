@@ -43,9 +43,11 @@ CARRIES: dict[tuple[str, int, str], float] = {
     ("weka", 2, "fast"): 6.727,
     ("weka", 4, "fast"): 16.708,
     ("weka", 2, "slow"): 6.373,
+    ("weka", 4, "slow"): 14.88,
     ("arxiv", 2, "fast"): 0.549,
     ("arxiv", 4, "fast"): 1.656,
     ("arxiv", 2, "slow"): 0.531,
+    ("arxiv", 4, "slow"): 1.373,
 }
 """Pace that the better extreme carries, by trace, ranks of each role, and link; `--calibrate`."""
 
@@ -280,7 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing.pd", description=__doc__)
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of each role")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help="of each role"
+    )
     parser.add_argument("--links", nargs="+", choices=LINKS, default=["fast"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--level", type=float, default=LEVEL, help="share of what is carried")
