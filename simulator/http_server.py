@@ -15,6 +15,8 @@ from uvicorn.server import ServerState
 
 _BACKLOG = 4096
 _SHUTDOWN_S = 2.0
+_ACCEPT_TURNS = 4
+"""Turns of the loop from an accepted socket to a connection that uvicorn's state knows of."""
 
 
 class HttpServer:
@@ -50,14 +52,22 @@ class HttpServer:
         """Close the socket and cut every connection, as a killed process would."""
         if self._server is None:
             return
+        # What is just being accepted would outlive the engine, and asyncio loses it if the server
+        # closes meanwhile: first accept no more, then let those arrive and cut them.
+        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
+        for _ in range(_ACCEPT_TURNS):
+            await asyncio.sleep(0)
+            self._cut()
         self._server.close()
+        if self._state.tasks:
+            await asyncio.wait(list(self._state.tasks), timeout=_SHUTDOWN_S)
+        self._server = None
+
+    def _cut(self) -> None:
         for connection in list(self._state.connections):
             transport = connection.transport
             if transport is not None:
                 transport.abort()
-        if self._state.tasks:
-            await asyncio.wait(list(self._state.tasks), timeout=_SHUTDOWN_S)
-        self._server = None
 
     def _create_protocol(self) -> asyncio.Protocol:
         create: Any = self._config.http_protocol_class

@@ -18,7 +18,7 @@ import msgspec
 
 from balancer.core.control_settings import InstanceSettings
 from balancer.core.roster import Changes
-from balancer.core.settings_errors import ConfigError, Secret, decode_settings
+from balancer.core.settings_errors import ConfigError, Secret, decode_settings, encode_custom
 from balancer.core.transfer_facts import Registration
 from indexer.core.types import InstanceId
 
@@ -143,9 +143,8 @@ def _plain(entry: InstanceSettings) -> dict[str, Any]:
 
 
 def _reveal(value: object) -> object:
-    if isinstance(value, Secret):
-        return value.reveal()
-    raise NotImplementedError(f"can't encode {type(value).__name__}")
+    """A change is kept to be decoded again, so asterisks would not do."""
+    return value.reveal() if isinstance(value, Secret) else encode_custom(value)
 
 
 def _decode_entry(value: bytes, entry_type: type[InstanceSettings]) -> InstanceSettings | None:

@@ -207,7 +207,8 @@ def test_what_names_the_transfer_differs_from_attempt_to_attempt(
         first, second = write(context), write(again)
         named = {ATTEMPT in repr(first.body), ATTEMPT in str(first.request_id)}
         assert "f" * 32 not in repr(first)
-        assert True not in named or first != second
+        if any(named):  # else the leg names no transfer, and there is nothing to mix up
+            assert first != second
 
 
 def test_a_serial_decode_leg_needs_the_prefill_answer(

@@ -22,10 +22,6 @@ from simulator.core.generation import seed_answer
 from simulator.core.settings import EngineSettings
 from simulator.service import FleetSpec, RunningEngine, RunningFleet, running_fleet
 
-# Engines that are killed with requests on their way leave connections to the garbage collector, and
-# in which test it finds them is chance.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 TOKENS = 600
 FAST = EngineSettings(
     inter_token_ms=1.0, prefill_tokens_per_s=1e5, transfer_tokens_per_s=1e6, num_blocks=1024
