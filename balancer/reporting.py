@@ -18,7 +18,7 @@ _GATHER_S = 0.02
 
 
 class Reporting:
-    """One per balancer. `on_outcome` is told each leg's outcome: kind, alias, outcome."""
+    """One per balancer. `on_outcome` is told each leg and its outcome."""
 
     def __init__(
         self,
@@ -41,8 +41,9 @@ class Reporting:
         return self._findings.lost + self.lost_messages
 
     def on_leg_end(self, forecast: Forecast, leg: LegRecord) -> None:
-        """Count what a leg has shown, and keep it until it is sent."""
+        """Write down and count what a leg has shown, and keep it until it is sent."""
         finding = conclude(forecast, leg)
+        leg.outcome = finding.outcome
         self._on_outcome(leg, finding.outcome)
         if self._sink is not None:
             self._findings.add(forecast, finding)

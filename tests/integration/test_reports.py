@@ -206,10 +206,11 @@ async def test_contradiction_is_sent_soon_and_agreement_with_it(
 ) -> None:
     """With its age; every leg's outcome is counted on the spot."""
     sink, outcomes = Sink(), list[str]()
+    agreeing, contradicting = leg(4 * SIZE), leg(0)
     async with reporting(sink, outcomes) as made:
-        made.on_leg_end(forecast(4), leg(4 * SIZE))
-        made.on_leg_end(forecast(4), leg(0))
-        assert outcomes == ["exact", "over"]
+        made.on_leg_end(forecast(4), agreeing)
+        made.on_leg_end(forecast(4), contradicting)
+        assert outcomes == [agreeing.outcome, contradicting.outcome] == ["exact", "over"]
         await eventually(lambda: sink.taken)
 
     assert [model for model, _ in sink.taken] == ["tiny", "tiny"]

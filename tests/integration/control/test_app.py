@@ -49,6 +49,7 @@ async def test_lone_surrogate_is_the_engines_business(
 
     assert answer.status_code == 200
     assert decision["prompt_tokens"] is None
+    assert [leg["outcome"] for leg in decision["legs"]] == ["unscorable"]
     assert engine.calls(path) == 1
     assert engine.calls("/tokenize") == 0
 
