@@ -227,11 +227,14 @@ class RankKeeper:
         """Write what isn't written. Where that failed before, the tables are all that counts."""
         if self._latest is None or not self._due.is_set():
             return
-        blocks, seq, digest = self._latest
-        update = blocks.take(seq, digest)
-        self.on_changes(update.changes)
-        self._due.clear()
-        self._unwritten_bytes = 0
+        # A long batch is taken in piece by piece: a part of it under the number before would be
+        # counted again by whoever resumes from there.
+        async with self._tables:
+            blocks, seq, digest = self._latest
+            update = blocks.take(seq, digest)
+            self.on_changes(update.changes)
+            self._due.clear()
+            self._unwritten_bytes = 0
         if not self.is_behind:
             await self._attempt(lambda: self._index.apply(update))
         self.written_seq = seq

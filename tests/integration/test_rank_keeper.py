@@ -10,7 +10,7 @@ import pytest
 from indexer.config import RankSource
 from indexer.core.events import BlockRemoved, BlockStored, Event, EventBatch
 from indexer.core.hashing import Namespace
-from indexer.core.index import Prompt
+from indexer.core.index import BlocksHeld, Prompt
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.types import EngineHash, InstanceId, RankId, Trust
 from indexer.rank_keeper import RankKeeper
@@ -99,6 +99,31 @@ async def test_batches_that_wait_are_written_as_one(kept: Kept) -> None:
     assert (before, await kept.held(), kept.keeper.written_seq) == (0, 4, 5)
     assert "cmdstat_sadd:calls=1," in stats
     assert "cmdstat_srem" not in stats
+
+
+async def test_long_batch_is_never_written_in_part(kept: Kept) -> None:
+    """It is taken in piece by piece, and the one before is due meanwhile.
+
+    A part under the earlier number would be counted again by an indexer that resumes from there.
+    """
+    blocks = 1500
+    hashes = [EngineHash(number) for number in range(2, blocks + 2)]
+    tokens = list(range(SIZE, (blocks + 1) * SIZE))
+    long = BlockStored(hashes, EngineHash(1), tokens, SIZE, kind="full_attention")
+    written: list[int] = []
+    kept.keeper.on_changes = lambda changes: written.append(
+        sum(len(each.keys) for each in changes if isinstance(each, BlocksHeld))
+    )
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(kept.keeper.run())
+        await asyncio.sleep(0)
+        await kept.apply(stored(1))
+        await kept.apply(long, payload=b"a" * 9 * blocks)
+        await kept.is_written()
+        running.cancel()
+
+    assert sum(written) == blocks + 1
+    assert set(written) <= {1, blocks, blocks + 1}
 
 
 async def test_trust_is_told_after_what_it_speaks_of(kept: Kept) -> None:
