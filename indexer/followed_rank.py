@@ -123,7 +123,6 @@ class FollowedRank:
 
     def _new_judge(self) -> RankJudge:
         return RankJudge(
-            self.source,
             writer=self._writer,
             subscriber=self._subscriber,
             counts=self._counts,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from indexer.config import IndexerConfig, RankSource
+from indexer.config import IndexerConfig
 from indexer.core.contradictions import Cause, Weighed, weigh
 from indexer.core.events import BlockRemoved
 from indexer.core.rank_holdings import RankHoldings
@@ -27,7 +27,6 @@ class RankJudge:
 
     def __init__(
         self,
-        source: RankSource,
         *,
         writer: RankWriter,
         subscriber: RankSubscriber,
@@ -35,7 +34,6 @@ class RankJudge:
         config: IndexerConfig,
         clock: Callable[[], float],
     ) -> None:
-        self._source = source
         self._writer = writer
         self._subscriber = subscriber
         self._counts = counts
@@ -84,8 +82,7 @@ class RankJudge:
             return
         self._counts.contradictions[weighed.cause] += 1
         if weighed.copies and self._throttle.admits("pruned", self._clock()):
-            names = {"instance": self._source.alias, "rank": self._source.rank.rank}
-            _logger.warning("blocks_pruned", **names, copies=weighed.copies)
+            _logger.warning("blocks_pruned", **self._writer.names(), copies=weighed.copies)
         for _ in range(_MOST_ROUNDS):
             if weighed.is_all:
                 break

@@ -105,6 +105,10 @@ class RankKeeper:
         """Heartbeats to wait before the next attempt at a rewrite."""
         self._next_pause = 1
 
+    def rename(self, alias: str) -> None:
+        """Its instance's name in the log from now on."""
+        self._alias = alias
+
     async def restore(self) -> RankRecord | None:
         """What an earlier process left of the rank; None: begin anew."""
         if self._journal is None:

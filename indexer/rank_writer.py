@@ -100,6 +100,7 @@ class RankWriter:
     def rename(self, alias: str) -> None:
         """Its instance's name in the log from now on."""
         self._source = replace(self._source, alias=alias)
+        self.keeper.rename(alias)
 
     async def resume(self) -> Resumption | None:
         """Go on with what an earlier process left of this rank; None: a new epoch has to open."""
@@ -110,7 +111,7 @@ class RankWriter:
         blocks = self._new_blocks(record.epoch)
         if not blocks.restore(record.groups, record.rows, record.facts):
             blocks.close()
-            _logger.warning("record_broken", **self._names())
+            _logger.warning("record_broken", **self.names())
             return None
         self._blocks.close()
         self._blocks = blocks
@@ -119,7 +120,7 @@ class RankWriter:
         self.epoch_reason, self.applied_seq = "resumed", record.seq
         self._counts.epochs["resumed"] += 1
         facts = {"seq": record.seq, "blocks": blocks.held_blocks}
-        _logger.info("rank_resumed", **self._names(), **facts)
+        _logger.info("rank_resumed", **self.names(), **facts)
         return Resumption(seq=record.seq, digest=record.digest, trust=_kept_trust(record))
 
     async def open_epoch(self, reason: str) -> None:
@@ -134,7 +135,7 @@ class RankWriter:
         finally:
             # Not before the keeper lets go of it: it may be writing all of it anew.
             ended.close()
-        _logger.info("epoch_opened", **self._names(), reason=reason)
+        _logger.info("epoch_opened", **self.names(), reason=reason)
 
     async def apply(self, effect: ApplyBatch) -> BatchOutcome:
         try:
@@ -243,9 +244,10 @@ class RankWriter:
     def _log(self, write: Callable[..., object], event: str, reason: str, **fields: str) -> None:
         """At most one line per event and reason in an interval; all of it is counted."""
         if self._throttle.admits((event, reason), self._means.clock()):
-            write(event, **self._names(), reason=reason, **fields)
+            write(event, **self.names(), reason=reason, **fields)
 
-    def _names(self) -> dict[str, str | int]:
+    def names(self) -> dict[str, str | int]:
+        """Whose log line it is."""
         return {"instance": self._source.alias, "rank": self._source.rank.rank}
 
 

@@ -187,11 +187,7 @@ class IndexerService:
     @property
     def index_problem(self) -> str | None:
         """Why the index can't be read or written now, and what to change."""
-        problems = (
-            followed.index_problem
-            for entry in self._instances.values()
-            for followed, _ in entry.ranks.values()
-        )
+        problems = (followed.index_problem for followed in self._followed())
         return next(filter(None, problems), self._size_problem)
 
     def rank_status(self, rank: RankId) -> RankStatus | None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from indexer.config import RankSource
 from indexer.core.events import BlockRemoved, BlockStored, Event, EventBatch
@@ -124,6 +125,17 @@ async def test_long_batch_is_never_written_in_part(kept: Kept) -> None:
 
     assert sum(written) == blocks + 1
     assert set(written) <= {1, blocks, blocks + 1}
+
+
+async def test_log_has_the_name_of_now(kept: Kept) -> None:
+    """An instance can be renamed while it is followed."""
+    kept.keeper.rename("new")
+    kept.server.stop()
+    await kept.apply(stored(1))
+    with capture_logs() as log:
+        await kept.keeper.set_trust(Trust.EXACT)
+
+    assert [(each["event"], each["instance"]) for each in log] == [("rank_behind", "new")]
 
 
 async def test_trust_is_told_after_what_it_speaks_of(kept: Kept) -> None:
