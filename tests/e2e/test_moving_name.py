@@ -31,7 +31,10 @@ def may_mount() -> bool:
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(not may_mount(), reason="needs a mount namespace"),
+    pytest.mark.skipif(
+        not may_mount(),
+        reason="may not mount here: kvlb is given a hosts file of its own by `unshare --mount`",
+    ),
 ]
 
 
