@@ -22,6 +22,7 @@ from balancer.core.fleet_view import RankFacts
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.settings_errors import decode_settings
 from balancer.engine_client import EngineClient
+from balancer.fleet_control import FleetLinks
 from balancer.server import serve
 from balancer.token_pool import TokenPool
 from balancer.tokens import PromptReader
@@ -308,7 +309,9 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
 
     @asynccontextmanager
     async def start(
-        config: dict[str, Any], index_status: Callable[[], RankFacts] | None = None
+        config: dict[str, Any],
+        index_status: Callable[[], RankFacts] | None = None,
+        links: FleetLinks | None = None,
     ) -> AsyncIterator[Balancer]:
         # Generous deadlines, as above: a loaded machine needs longer than a default allows.
         tokens = {"deadline_s": 5.0, **config.get("tokens", {})}
@@ -317,7 +320,11 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
         checked = check_config(decode_settings(settings, BalancerConfig, where=""), {})
         index = MemoryIndex()
         app = create_app(
-            config=checked, index=index, registry=CollectorRegistry(), index_status=index_status
+            config=checked,
+            index=index,
+            registry=CollectorRegistry(),
+            index_status=index_status,
+            links=links,
         )
         stop = asyncio.Event()
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()

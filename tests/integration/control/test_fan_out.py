@@ -5,16 +5,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
-from balancer.app import create_app
-from balancer.config import BalancerConfig, check_config
-from balancer.core.settings_errors import decode_settings
 from balancer.fleet_control import FleetLinks
 from indexer.core.types import InstanceId
-from indexer.memory_index import MemoryIndex
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}
 KEY = {"x-api-key": "k"}
@@ -162,7 +156,7 @@ _NO_MODELS: Any = _NoModels()
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/reset_prefix_cache"])
-async def test_dropped_cache_is_told(engine_factory: Any, path: str) -> None:
+async def test_dropped_cache_is_told(engine_factory: Any, balancer_factory: Any, path: str) -> None:
     """Of those engines that did it, so that their credit ends at once."""
     told: list[InstanceId] = []
 
@@ -171,16 +165,9 @@ async def test_dropped_cache_is_told(engine_factory: Any, path: str) -> None:
 
     ok, bad = {path: (200, b"")}, {path: (500, b"")}
     async with engine_factory(answers=ok) as first, engine_factory(answers=bad) as second:
-        checked = check_config(decode_settings(config(first, second), BalancerConfig, where=""), {})
-        app = create_app(
-            config=checked,
-            index=MemoryIndex(),
-            registry=CollectorRegistry(),
-            links=FleetLinks(on_cache_dropped=note),
-        )
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://kvlb") as http:
-            answer = await http.post(path, headers=KEY)
+        links = FleetLinks(on_cache_dropped=note)
+        async with balancer_factory(config(first, second), links=links) as balancer:
+            answer = await tell(balancer, path)
 
     assert answer.status_code == 207
     assert told == [first.id]
