@@ -31,23 +31,23 @@ from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import Policy
 from balancer.core.record import RequestRecord
 from balancer.core.transfer_facts import Inquiry
-from balancer.dataplane import DataPlane
-from balancer.engine_client import EngineClient
-from balancer.exchange import AsgiExchange
-from balancer.fleet import FleetKeeper
-from balancer.fleet_control import FleetControl, FleetLinks
-from balancer.fleet_metrics import FleetCollector
-from balancer.handling import Handling
-from balancer.index_watch import IndexWatch
+from balancer.dataplane.exchange import AsgiExchange
+from balancer.dataplane.handling import Handling
+from balancer.dataplane.plane import DataPlane
+from balancer.dataplane.upstream import Upstream
+from balancer.fleet.control import FleetControl, FleetLinks
+from balancer.fleet.engine_client import EngineClient
+from balancer.fleet.keeper import FleetKeeper
+from balancer.fleet.metrics import FleetCollector
 from balancer.metrics import BalancerMetrics
 from balancer.own_code import load_policy
-from balancer.reporting import Reporting
-from balancer.router import Router
 from balancer.routes import Surface, create_routes
-from balancer.token_pool import TokenPool
-from balancer.tokens import PromptReader
+from balancer.routing.index_watch import IndexWatch
+from balancer.routing.reporting import Reporting
+from balancer.routing.router import Router
+from balancer.tokens.pool import TokenPool
+from balancer.tokens.reader import PromptReader
 from balancer.tracing import NoTracing, Tracing
-from balancer.upstream import Upstream
 from indexer.core.index import PrefixLookup
 from indexer.core.reports import ReportSink
 

@@ -28,8 +28,8 @@ from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.tracing_settings import TracingSettings
-from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
 from balancer.own_code import load_handler, load_policy
+from balancer.tokens.local import TokenizerLoadError, load_tokenizer
 from indexer.core.addresses import without_loopback_names
 from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from balancer.core.fleet import Fleet
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.pd_metrics import PdMetrics
+from balancer.routing.pd_metrics import PdMetrics
 
 OTHER = "other"
 """Label of everything that isn't known."""

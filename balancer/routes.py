@@ -42,8 +42,8 @@ from balancer.core.openai_errors import render_error
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.rewrite import decode_body, encode_body
 from balancer.guards import guard
-from balancer.router import Router
-from balancer.tokens import PromptReader
+from balancer.routing.router import Router
+from balancer.tokens.reader import PromptReader
 
 DESCRIPTION = """
 Cache-aware load balancer for vLLM. OpenAI paths (`/v1/chat/completions`, `/v1/completions`, and what

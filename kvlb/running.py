@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from balancer.app import App, create_app
 from balancer.core.fleet_view import RankFacts
 from balancer.core.settings_errors import ConfigError
-from balancer.fleet_control import FleetLinks
+from balancer.fleet.control import FleetLinks
+from balancer.fleet.members import Members
 from balancer.guards import guard
-from balancer.members import Members
 from balancer.routes import add_error_answers
 from balancer.server import BalancerBrokenError, ListenError, listen, serve_on
 from indexer.core.rank_status import RankStatus

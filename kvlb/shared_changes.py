@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from balancer.core.changes import ChangesUnavailableError, Values
-from balancer.members import ChangeStore
+from balancer.fleet.members import ChangeStore
 from indexer.core.index import BlockIndexError
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.keys import fleet_key

@@ -13,7 +13,7 @@ from balancer.core.fleet import Fleet, Instance, Role
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import named_policy
 from balancer.core.routing_settings import PdSettings, RoutingSettings
-from balancer.router import Router
+from balancer.routing.router import Router
 from benchmarks.routing.traces import MODEL
 from benchmarks.routing.virtual_time import VirtualClock, VirtualRank
 from indexer.core.events import decode_batch

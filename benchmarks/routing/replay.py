@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from balancer.core.plan import RoutePlan
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.router import Route
+from balancer.routing.router import Route
 from benchmarks.routing.fleet import SimulatedFleet
 from benchmarks.routing.traces import MODEL, Call
 from benchmarks.routing.virtual_time import VirtualClock
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class _Running:
-    """One call on its way: what `balancer.legs` does, without HTTP."""
+    """One call on its way: what `balancer.dataplane.legs` does, without HTTP."""
 
     def __init__(self, fleet: SimulatedFleet, call: Call, number: int) -> None:
         self._fleet = fleet

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from balancer.core.prompt_shape import ChatShape, TextShape, UnscorableError, tokenize_bodies
-from balancer.local_tokenizer import LocalTokenizer, load_tokenizer
+from balancer.tokens.local import LocalTokenizer, load_tokenizer
 from kvlb.doctor.core.facts import Tokenized
 from kvlb.engine_http import EngineHttp
 

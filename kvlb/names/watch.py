@@ -15,7 +15,7 @@ import structlog
 from balancer.config import BalancerConfig
 from balancer.core.control_settings import InstanceSettings
 from balancer.core.settings_errors import ConfigError
-from balancer.members import Members
+from balancer.fleet.members import Members
 from indexer.core.types import InstanceId
 from kvlb.names.places import NamedPlaces
 from kvlb.names.resolver import LookupFailedError, NameUnknownError, Resolve

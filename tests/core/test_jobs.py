@@ -11,7 +11,7 @@ from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
 from balancer.core.record import RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.transfer_settings import NixlSettings
-from balancer.jobs import Job, earlier_blocks, ended_turn, fuller_peer, take_turn
+from balancer.dataplane.jobs import Job, earlier_blocks, ended_turn, fuller_peer, take_turn
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 from indexer.core.types import InstanceId, RankId, Trust

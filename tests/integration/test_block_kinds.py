@@ -15,7 +15,7 @@ from balancer.core.plan import Candidate
 from balancer.core.policies import named_policy
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing_settings import RoutingSettings
-from balancer.router import Router
+from balancer.routing.router import Router
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt

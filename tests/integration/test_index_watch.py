@@ -14,8 +14,8 @@ from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import named_policy
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing_settings import RoutingSettings
-from balancer.index_watch import IndexWatch
-from balancer.router import Router
+from balancer.routing.index_watch import IndexWatch
+from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
 from indexer.core.index import IndexUnavailableError, PrefixMatch, Prompt, RankUpdate
 from indexer.core.model_cards import ServedModels

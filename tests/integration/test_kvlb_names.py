@@ -12,7 +12,7 @@ import yaml
 from structlog.testing import capture_logs
 
 from balancer.core.settings_errors import ConfigError, decode_settings
-from balancer.members import Members
+from balancer.fleet.members import Members
 from indexer.config import InstanceSource
 from indexer.core.types import InstanceId, RankId
 from kvlb.errors import SettingsError

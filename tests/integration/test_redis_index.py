@@ -14,7 +14,7 @@ from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import named_policy
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing_settings import RoutingSettings
-from balancer.router import Router
+from balancer.routing.router import Router
 from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
 from indexer.core.hashing import Namespace
 from indexer.core.index import (

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from balancer.core.forecast import Forecast
 from balancer.core.record import LegRecord
-from balancer.reporting import Reporting
+from balancer.routing.reporting import Reporting
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import (

@@ -24,7 +24,7 @@ from balancer.core.plan import Reason
 from balancer.core.policies import named_policy
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
-from balancer.router import Router
+from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
 from indexer.core.index import IndexUnavailableError, PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels

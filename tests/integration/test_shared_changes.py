@@ -10,7 +10,7 @@ from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.registrations import RegistrationBook
 from balancer.core.roster import Hold
 from balancer.core.settings_errors import decode_settings
-from balancer.members import ChangeStore, Members, Membership
+from balancer.fleet.members import ChangeStore, Members, Membership
 from indexer.core.types import InstanceId
 from kvlb.settings import KvlbSettings
 from kvlb.shared_changes import open_changes

@@ -21,11 +21,11 @@ from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import RankFacts
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.settings_errors import decode_settings
-from balancer.engine_client import EngineClient
-from balancer.fleet_control import FleetLinks
+from balancer.fleet.control import FleetLinks
+from balancer.fleet.engine_client import EngineClient
 from balancer.server import serve
-from balancer.token_pool import TokenPool
-from balancer.tokens import PromptReader
+from balancer.tokens.pool import TokenPool
+from balancer.tokens.reader import PromptReader
 from indexer.core.model_cards import parse_model_list
 from indexer.core.types import InstanceId
 from indexer.memory_index import MemoryIndex

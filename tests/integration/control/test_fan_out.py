@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from balancer.fleet_control import FleetLinks
+from balancer.fleet.control import FleetLinks
 from indexer.core.types import InstanceId
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}

@@ -14,8 +14,8 @@ from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.probe_state import ProbeAnswer, ProbeOutcome
 from balancer.core.transfer_facts import Inquiry, TransferFacts
-from balancer.engine_client import EngineClient
-from balancer.fleet import FleetKeeper
+from balancer.fleet.engine_client import EngineClient
+from balancer.fleet.keeper import FleetKeeper
 from indexer.core.types import InstanceId
 
 FAST = ProbeSettings(interval_s=0.02, timeout_s=0.5, unhealthy_after=2)

@@ -12,7 +12,7 @@ from balancer.core.fan_out import COMMANDS
 from balancer.core.handlers import Amend, Refuse, Reply, SeenRequest
 from balancer.core.roster import MAX_RUNTIME_MEMBERS, Origin
 from balancer.core.settings_errors import decode_settings
-from balancer.fleet_admin import REFUSED
+from balancer.fleet.admin import REFUSED
 from balancer.own_code import load_handler
 from kvlb.settings import KvlbSettings
 

@@ -10,7 +10,7 @@ from balancer.core.load import LegWork
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.fleet_metrics import FleetCollector
+from balancer.fleet.metrics import FleetCollector
 from balancer.metrics import BalancerMetrics
 from indexer.core.model_cards import parse_model_list
 from indexer.core.types import InstanceId, RankId, Trust

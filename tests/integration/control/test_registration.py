@@ -15,7 +15,7 @@ from balancer.config import BalancerConfig
 from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.registrations import RegistrationBook
 from balancer.core.settings_errors import ConfigError, decode_settings
-from balancer.registration import RegistrationService
+from balancer.fleet.registration import RegistrationService
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}
 # A connector that is there whatever else is.

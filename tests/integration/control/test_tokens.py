@@ -12,9 +12,9 @@ import pytest
 from balancer.core.fleet import Fleet
 from balancer.core.prompt_shape import TextShape, UnscorableError
 from balancer.core.request import GenerateRequest
-from balancer.local_tokenizer import TokenizerLoadError, load_tokenizer
-from balancer.token_pool import TokenPool
-from balancer.tokens import PromptReader
+from balancer.tokens.local import TokenizerLoadError, load_tokenizer
+from balancer.tokens.pool import TokenPool
+from balancer.tokens.reader import PromptReader
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 

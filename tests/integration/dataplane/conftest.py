@@ -24,10 +24,10 @@ from balancer.core.policies import named_policy
 from balancer.core.record import RequestRecord
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
-from balancer.dataplane import DataPlane
-from balancer.exchange import AsgiExchange
-from balancer.router import Router
-from balancer.upstream import Upstream
+from balancer.dataplane.exchange import AsgiExchange
+from balancer.dataplane.plane import DataPlane
+from balancer.dataplane.upstream import Upstream
+from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 from indexer.core.model_cards import ServedModels

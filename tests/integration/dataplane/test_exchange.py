@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from balancer.core.errors import BadRequestError, BodyTooLargeError, ClientGoneError
-from balancer.exchange import AsgiExchange
+from balancer.dataplane.exchange import AsgiExchange
 
 
 def piece(body: bytes, *, more: bool) -> dict[str, Any]:

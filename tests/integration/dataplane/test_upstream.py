@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import uvloop
 
-from balancer.connection import UpstreamAnswer
 from balancer.core.errors import (
     BalancerError,
     ConnectTimeoutError,
@@ -22,7 +21,8 @@ from balancer.core.errors import (
     EngineUnreachableError,
     StreamCutError,
 )
-from balancer.upstream import Upstream
+from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.upstream import Upstream
 
 EngineFactory = Callable[..., AbstractAsyncContextManager[Any]]
 

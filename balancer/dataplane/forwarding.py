@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from balancer.answers import AnswerPasser
-from balancer.connection import UpstreamAnswer
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import (
     EngineError,
@@ -25,8 +23,10 @@ from balancer.core.forwarded import named_model
 from balancer.core.http_headers import Headers, find_header
 from balancer.core.model_lookup import find_model
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.leg_sender import LegSender
-from balancer.legs import MAX_ERROR_BYTES
+from balancer.dataplane.answers import AnswerPasser
+from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.leg_sender import LegSender
+from balancer.dataplane.legs import MAX_ERROR_BYTES
 from indexer.core.types import InstanceId
 
 

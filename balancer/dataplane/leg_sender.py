@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from balancer.connection import UpstreamAnswer
 from balancer.core.errors import (
     BalancerError,
     EngineClosedError,
@@ -14,8 +13,9 @@ from balancer.core.errors import (
 from balancer.core.fleet import Instance
 from balancer.core.http_headers import Headers, drop_header
 from balancer.core.record import LegRecord, RequestRecord
+from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.upstream import Upstream
 from balancer.tracing import Tracing
-from balancer.upstream import Upstream
 from indexer.core.types import InstanceId
 
 ReportHealth = Callable[[InstanceId, bool, str | None], None]

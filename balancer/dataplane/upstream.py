@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from balancer.connection import Connection, UpstreamAnswer
 from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineUnreachableError
+from balancer.dataplane.connection import Connection, UpstreamAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import structlog
 
 from balancer.core.prompt_shape import ChatShape, TextShape, Unscorable, UnscorableError
 from balancer.core.token_cache import TokenCache, Tokens
-from balancer.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_tokenizer
+from balancer.tokens.local import LocalTokenizer, TokenizerLoadError, load_tokenizer
 
 QUEUED_PER_WORKER = 4
 """Prompts that may wait for a thread; more would only wait for their deadline."""

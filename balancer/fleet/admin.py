@@ -24,7 +24,7 @@ from balancer.core.fleet import Fleet
 from balancer.core.member_requests import MemberName, read_entry, read_name
 from balancer.core.roster import MAX_RUNTIME_MEMBERS, Member, Origin
 from balancer.core.settings_errors import ConfigError
-from balancer.members import Members
+from balancer.fleet.members import Members
 from indexer.core.addresses import without_loopback_names
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId

@@ -19,10 +19,10 @@ from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import unavailable_reason
 from balancer.core.rewrite import decode_body
 from balancer.core.roster import Member
-from balancer.fan_out import FanOut
-from balancer.fleet_admin import FleetAdmin
+from balancer.fleet.admin import FleetAdmin
+from balancer.fleet.fan_out import FanOut
+from balancer.fleet.members import Members
 from balancer.guards import guard, key_guard
-from balancer.members import Members
 from indexer.core.types import InstanceId
 
 MAX_BODY_BYTES = 64 * 1024

@@ -8,8 +8,8 @@ from prometheus_client.registry import Collector
 
 from balancer.config import BalancerConfig
 from balancer.core.roster import Origin
-from balancer.members import Members
-from balancer.registration import RegistrationService
+from balancer.fleet.members import Members
+from balancer.fleet.registration import RegistrationService
 
 
 class MembershipCollector(Collector):

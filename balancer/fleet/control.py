@@ -12,21 +12,21 @@ import structlog
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 
-from balancer.admin_routes import AdminSurface, admin_routes
 from balancer.config import BalancerConfig
-from balancer.control_metrics import MembershipCollector
 from balancer.core.control_settings import AdminSettings
 from balancer.core.fleet import Fleet
 from balancer.core.load import LoadLedger
 from balancer.core.registrations import RegistrationBook
 from balancer.core.roster import Hold
-from balancer.engine_client import EngineClient
-from balancer.fan_out import FanOut, Instances
-from balancer.fleet import FleetKeeper
-from balancer.fleet_admin import FleetAdmin
-from balancer.members import ChangeStore, Members, Membership
-from balancer.registration import RegistrationService
-from balancer.upstream import Upstream
+from balancer.dataplane.upstream import Upstream
+from balancer.fleet.admin import FleetAdmin
+from balancer.fleet.engine_client import EngineClient
+from balancer.fleet.fan_out import FanOut, Instances
+from balancer.fleet.keeper import FleetKeeper
+from balancer.fleet.member_metrics import MembershipCollector
+from balancer.fleet.members import ChangeStore, Members, Membership
+from balancer.fleet.registration import RegistrationService
+from balancer.fleet.routes import AdminSurface, admin_routes
 from indexer.core.types import InstanceId
 
 _RESTART_S = 1.0

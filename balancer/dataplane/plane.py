@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from balancer.answers import AnswerPasser
 from balancer.connectors.contract import Connector
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
@@ -37,15 +36,16 @@ from balancer.core.openai_errors import render_error
 from balancer.core.record import RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.rewrite import splice_usage, wants_usage
-from balancer.exchange import Exchange
-from balancer.forwarding import Forwarded, Forwarding
-from balancer.handling import Handling
-from balancer.jobs import Job
-from balancer.leg_sender import EngineKey, LegSender, ReportHealth
-from balancer.legs import DecodeAnswer, Legs, OnLegEnd
-from balancer.router import Router
+from balancer.dataplane.answers import AnswerPasser
+from balancer.dataplane.exchange import Exchange
+from balancer.dataplane.forwarding import Forwarded, Forwarding
+from balancer.dataplane.handling import Handling
+from balancer.dataplane.jobs import Job
+from balancer.dataplane.leg_sender import EngineKey, LegSender, ReportHealth
+from balancer.dataplane.legs import DecodeAnswer, Legs, OnLegEnd
+from balancer.dataplane.upstream import Upstream
+from balancer.routing.router import Router
 from balancer.tracing import NoTracing, Tracing
-from balancer.upstream import Upstream
 
 _PARTING_S: Final = 0.5
 

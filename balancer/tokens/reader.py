@@ -30,7 +30,7 @@ from balancer.core.prompt_shape import (
 )
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.token_cache import Tokens
-from balancer.token_pool import TokenPool
+from balancer.tokens.pool import TokenPool
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 from indexer.core.types import InstanceId

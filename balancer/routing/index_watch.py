@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable
 
 from balancer.core.fleet import Fleet
-from balancer.router import Router
+from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixLookup, Prompt
 from indexer.core.types import RankId

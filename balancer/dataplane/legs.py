@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from balancer.connection import UpstreamAnswer
 from balancer.connectors.contract import (
     Connector,
     LegContext,
@@ -47,7 +46,8 @@ from balancer.core.load import LegGuard
 from balancer.core.plan import Candidate, RoutePlan
 from balancer.core.record import LegRecord
 from balancer.core.rewrite import encode_body
-from balancer.jobs import (
+from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.jobs import (
     Job,
     asking_full_report,
     earlier_blocks,
@@ -63,8 +63,8 @@ from balancer.jobs import (
     take_turn,
     whole_leg,
 )
-from balancer.leg_sender import LegSender, first_chunk
-from balancer.router import Route, Router
+from balancer.dataplane.leg_sender import LegSender, first_chunk
+from balancer.routing.router import Route, Router
 from indexer.core.types import RankId
 
 MAX_ERROR_BYTES = 16 * 1024 * 1024

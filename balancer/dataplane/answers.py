@@ -13,7 +13,6 @@ Rules:
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from balancer.connection import UpstreamAnswer
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import BalancerError, EngineError, EngineRefusedError, StreamCutError
 from balancer.core.fleet import Role
@@ -23,8 +22,9 @@ from balancer.core.plan import RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.sse import SseReader
 from balancer.core.usage import Usage, decode_head, read_usage
-from balancer.exchange import Exchange
-from balancer.legs import DecodeAnswer
+from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.exchange import Exchange
+from balancer.dataplane.legs import DecodeAnswer
 
 _MAX_HELD_BYTES: Final = 1024 * 1024
 

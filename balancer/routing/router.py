@@ -38,7 +38,7 @@ from balancer.core.planner import Planner
 from balancer.core.policies import Policy, seeded_draw
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
-from balancer.question import Question
+from balancer.routing.question import Question
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt
 from indexer.core.throttle import Throttle

@@ -11,8 +11,8 @@ from balancer.core.control_errors import EngineCallError
 from balancer.core.errors import MemberNotFoundError
 from balancer.core.fan_out import Command, CommandResult, shown_body
 from balancer.core.fleet import Fleet, Instance
-from balancer.engine_client import EngineClient
-from balancer.members import Members
+from balancer.fleet.engine_client import EngineClient
+from balancer.fleet.members import Members
 from indexer.core.types import InstanceId
 
 MAX_AT_ONCE = 32

@@ -1,0 +1,1 @@
+"""Who is in the fleet and how it is: membership, probes, run-time changes, and what operators ask."""

@@ -1,0 +1,1 @@
+"""Asks the index, plans, books, and tells the index afterwards what a leg has shown."""

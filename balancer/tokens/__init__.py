@@ -1,0 +1,1 @@
+"""From a request to the tokens its engine will see."""
