@@ -1,24 +1,14 @@
-"""Builds the balancer once, and is the ASGI callable that decides who answers a path.
-
-Engines' paths go to the data plane without touching the web framework; everything else goes to
-the FastAPI application of `balancer.routes`.
-"""
+"""Builds the balancer once: everything is made here and handed down."""
 
 import asyncio
 import importlib.metadata
-import random
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
 
 import structlog
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from balancer.asgi import App
 from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
 from balancer.core.control_errors import EngineCallError
@@ -26,12 +16,10 @@ from balancer.core.decision_log import DecisionLog
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.fleet_view import RankFacts
 from balancer.core.full_reports import FullReports
-from balancer.core.load import LoadLedger
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import Policy
 from balancer.core.record import RequestRecord
 from balancer.core.transfer_facts import Inquiry
-from balancer.dataplane.exchange import AsgiExchange
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.plane import DataPlane
 from balancer.dataplane.upstream import Upstream
@@ -45,6 +33,7 @@ from balancer.routes import Surface, create_routes
 from balancer.routing.index_watch import IndexWatch
 from balancer.routing.reporting import Reporting
 from balancer.routing.router import Router
+from balancer.surroundings import TimeAndChance
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
 from balancer.tracing import NoTracing, Tracing
@@ -55,70 +44,6 @@ DECISIONS_KEPT = 1000
 RELEASES_INTERVAL_S = 1.0
 
 logger = structlog.stdlib.get_logger(__name__)
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeAndChance:
-    """What every process has, handed in so that tests can hold it still."""
-
-    clock: Callable[[], float] = time.monotonic
-    random: Callable[[], float] = random.random
-    wall_clock: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
-    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
-    strftime_now: Callable[[str], str] = lambda form: datetime.now().astimezone().strftime(form)
-
-
-class App:
-    """The balancer as an ASGI application. Its lifespan starts the probes and closes clients."""
-
-    def __init__(
-        self,
-        *,
-        routes: FastAPI,
-        dataplane: DataPlane,
-        keeper: FleetKeeper,
-        ledger: LoadLedger,
-        reconfigure: Callable[[BalancerConfig], None],
-        control: FleetControl,
-    ) -> None:
-        self._routes = routes
-        self._dataplane = dataplane
-        self.keeper = keeper
-        self.ledger = ledger
-        self.reconfigure = reconfigure
-        """Take over those settings that can change while it runs (`config.reloaded`)."""
-        self.control = control
-        """Membership of the fleet."""
-        self.broken = asyncio.Event()
-        """Set once something has ended that the balancer can't do without: stop serving."""
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Hand engines' paths to the data plane, everything else to the web framework."""
-        if scope["type"] != "http":
-            await self._routes(scope, receive, send)
-            return
-        try:
-            if self._dataplane.proxies(scope["path"]):
-                await self._dataplane.handle(AsgiExchange(scope, receive, send))
-            else:
-                await self._routes(scope, receive, send)
-        except asyncio.CancelledError:
-            # Only a server that has to end cancels an answer, and nothing of the task is left to
-            # do: it would log a traceback for what the request's own line tells.
-            return
-
-    def start_draining(self) -> None:
-        """From now on `/ready` says no; what runs goes on."""
-        self._routes.state.is_draining = True
-
-    def break_down(self) -> None:
-        """From now on `/health` and `/ready` say no, and whoever serves this has to end."""
-        self._routes.state.is_broken = True
-        self.broken.set()
 
 
 def create_app(  # noqa: PLR0913 - everything a process has, handed in

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import structlog
 import uvicorn
 
-from balancer.app import App
+from balancer.asgi import App
 
 BACKLOG = 4096
 CLIENT_KEEP_ALIVE_S = 75

@@ -17,7 +17,8 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
-from balancer.app import App, create_app
+from balancer.app import create_app
+from balancer.asgi import App
 from balancer.core.fleet_view import RankFacts
 from balancer.core.settings_errors import ConfigError
 from balancer.fleet.control import FleetLinks

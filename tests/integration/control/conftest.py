@@ -14,7 +14,8 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from balancer.app import App, create_app
+from balancer.app import create_app
+from balancer.asgi import App
 from balancer.config import BalancerConfig, check_config
 from balancer.core.control_settings import InstanceSettings, TokensSettings
 from balancer.core.fleet import Fleet

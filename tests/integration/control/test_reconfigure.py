@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from balancer.app import App
+from balancer.asgi import App
 from balancer.config import BalancerConfig, changed_keys, check_config, reloaded
 from balancer.core.settings_errors import decode_settings
 
