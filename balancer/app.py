@@ -3,7 +3,7 @@
 import asyncio
 import importlib.metadata
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -16,7 +16,6 @@ from balancer.core.decision_log import DecisionLog
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.fleet_view import RankFacts
 from balancer.core.full_reports import FullReports
-from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import Policy
 from balancer.core.record import RequestRecord
 from balancer.core.transfer_facts import Inquiry
@@ -33,12 +32,15 @@ from balancer.routes import Surface, create_routes
 from balancer.routing.index_watch import IndexWatch
 from balancer.routing.reporting import Reporting
 from balancer.routing.router import Router
+from balancer.sharing import Company, PeerReports, SharingCollector, open_ledger
+from balancer.siblings import Views
 from balancer.surroundings import TimeAndChance
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import PrefixLookup
 from indexer.core.reports import ReportSink
+from indexer.core.types import InstanceId, RankId
 
 DECISIONS_KEPT = 1000
 RELEASES_INTERVAL_S = 1.0
@@ -56,6 +58,7 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
     surroundings: TimeAndChance | None = None,
     tracing: Tracing | None = None,
     links: FleetLinks | None = None,
+    company: Company | None = None,
 ) -> App:
     """Build everything. `config` has been through `check_config`.
 
@@ -63,9 +66,8 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
     shows what the index itself tells (`IndexWatch`). `reports` takes what finished legs show of
     the index. Raises ConfigError if the registration service can't have its port.
     """
-    builder = _Builder(
-        config, index, registry, surroundings or TimeAndChance(), tracing or NoTracing()
-    )
+    chance, company = surroundings or TimeAndChance(), company or Company()
+    builder = _Builder(config, index, registry, chance, tracing or NoTracing(), company)
     return builder.build(index_status, links or FleetLinks(), reports)
 
 
@@ -79,8 +81,10 @@ class _Builder:
         registry: CollectorRegistry,
         surroundings: TimeAndChance,
         tracing: Tracing,
+        company: Company,
     ) -> None:
         self._config = config
+        self._company = company
         self._index = index
         self._registry = registry
         self._surroundings = surroundings
@@ -97,9 +101,13 @@ class _Builder:
         )
         self._known = self._keeper.snapshot()
         self._conflicts: list[str] = []
-        self._ledger = LocalLedger(
-            clock=surroundings.clock, max_predicted_blocks=config.routing.max_predicted_blocks
+        self._ledger, self._sharing = open_ledger(
+            company,
+            surroundings,
+            news=PeerReports(self._on_peer_booked, self._keeper.report),
+            max_predicted_blocks=config.routing.max_predicted_blocks,
         )
+        registry.register(SharingCollector(self._sharing))
         self._metrics = BalancerMetrics(registry, self._keeper.snapshot)
         collector = FleetCollector(
             fleet=self._keeper.snapshot,
@@ -178,7 +186,7 @@ class _Builder:
             connectors=self._connectors,
             settings=self._config.dataplane,
             on_record=self._on_record,
-            report_health=self._keeper.report,
+            report_health=self._report_health,
             clock=self._surroundings.clock,
             new_id=self._surroundings.new_id,
             engine_key=self._engine_keys.get,
@@ -190,13 +198,13 @@ class _Builder:
             on_leg_end=self._reporting.on_leg_end,
             full_reports=self._full_reports,
         )
+        views = Views(self._registry, self._decisions, self._company.siblings)
         surface = Surface(
             fleet=self._keeper.snapshot,
             router=self._router,
             reader=self._reader,
             ledger=self._ledger,
-            registry=self._registry,
-            decisions=self._decisions,
+            views=views,
             admin=lambda: self._config.admin,
             summary=lambda: self._config.summary(),  # noqa: PLW0108 - it may be replaced
             index_status=index_status or self._router.known_ranks.facts,
@@ -213,6 +221,7 @@ class _Builder:
             ledger=self._ledger,
             reconfigure=self._reconfigure,
             control=self._control,
+            views=views,
         )
         return app
 
@@ -246,6 +255,9 @@ class _Builder:
                     group.create_task(self._run_releases()),
                     group.create_task(self._watch.run()),
                 ]
+                if self._sharing is not None:
+                    tasks.append(group.create_task(self._sharing.run()))
+                await self._settle()
                 yield
                 for task in tasks:
                     task.cancel()
@@ -254,6 +266,12 @@ class _Builder:
             self._control.close()
             await self._upstream.close()
             await self._engines.close()
+
+    async def _settle(self) -> None:
+        """Where others answer meanwhile, know the fleet before the first request."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._company.settle_s):
+                await self._keeper.first_round()
 
     async def _keep(self, app: App) -> None:
         """Watch the instances. There is no balancing without."""
@@ -284,6 +302,14 @@ class _Builder:
     def _inquiry(self, instance: Instance) -> Inquiry | None:
         connector = self._connectors.get(instance.connector)
         return connector.inquiry(instance) if connector is not None else None
+
+    def _on_peer_booked(self, rank: RankId) -> None:
+        self._policy.chosen(rank)  # whichever it is by now
+
+    def _report_health(self, instance: InstanceId, ok: bool, reason: str | None) -> None:
+        is_news = self._keeper.report(instance, ok, reason)
+        if is_news and self._sharing is not None:
+            self._sharing.ledger.tell_outcome(instance, ok, reason)
 
     def _on_record(self, record: RequestRecord) -> None:
         self._metrics.observe(record)

@@ -16,6 +16,7 @@ from balancer.dataplane.exchange import AsgiExchange
 from balancer.dataplane.plane import DataPlane
 from balancer.fleet.control import FleetControl
 from balancer.fleet.keeper import FleetKeeper
+from balancer.siblings import Views
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 class App:
     """The balancer as an ASGI application. Its lifespan starts the probes and closes clients."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what others do with a running balancer
         self,
         *,
         routes: FastAPI,
@@ -34,6 +35,7 @@ class App:
         ledger: LoadLedger,
         reconfigure: Callable[[BalancerConfig], None],
         control: FleetControl,
+        views: Views,
     ) -> None:
         self._routes = routes
         self._dataplane = dataplane
@@ -43,6 +45,8 @@ class App:
         """Take over those settings that can change while it runs (`config.reloaded`)."""
         self.control = control
         """Membership of the fleet."""
+        self.views = views
+        """What this process has to show."""
         self.broken = asyncio.Event()
         """Set once something has ended that the balancer can't do without: stop serving."""
 

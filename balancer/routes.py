@@ -14,11 +14,10 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from balancer.core.control_settings import AdminSettings
-from balancer.core.decision_log import DecisionLog
 from balancer.core.errors import (
     BadRequestError,
     BalancerError,
@@ -43,6 +42,7 @@ from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.rewrite import decode_body, encode_body
 from balancer.guards import guard
 from balancer.routing.router import Router
+from balancer.siblings import Views
 from balancer.tokens.reader import PromptReader
 
 DESCRIPTION = """
@@ -59,8 +59,7 @@ class Surface:
     router: Router
     reader: PromptReader
     ledger: LoadLedger
-    registry: CollectorRegistry
-    decisions: DecisionLog
+    views: Views
     admin: Callable[[], AdminSettings]
     summary: Callable[[], Mapping[str, Any]]
     """Configuration without secrets."""
@@ -152,9 +151,9 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
 
     @api.get("/metrics", tags=["public"])
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Prometheus metrics, of all workers together."""
         # On the loop: gauges read the load ledger, which belongs to it.
-        return Response(generate_latest(surface.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await surface.views.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
@@ -202,7 +201,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
     @api.get("/explain/recent", tags=["operator"], dependencies=guarded)
     async def recent(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Response:
         """The last decisions with what was predicted and what the engines delivered."""
-        return _json({"decisions": surface.decisions.latest(limit)})
+        return _json({"decisions": await surface.views.recent(limit)})
 
 
 EXPLAIN_BODY = {

@@ -154,12 +154,44 @@ async def _watch_broken(server: EmbeddedServer, app: App) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket, or raise ListenError."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        family = _family(host, port)
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        # Handed down to each connection. uvloop sets it itself, asyncio doesn't for such a socket,
-        # and head and body of an answer are two writes: 40 ms each time.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise ListenError(f"can't listen on {host} port {port}: {error.strerror}") from error
+    return _prepared(listener)
+
+
+def bind_shared(host: str, port: int, *, is_first: bool = False) -> socket.socket:
+    """A socket for one of several processes on `port`, which listens once it is served on.
+
+    `is_first` refuses a port that others listen on, as `listen` does; the other sockets join the first.
+    Raises ListenError.
+    """
+    try:
+        family = _family(host, port)
+        if is_first and port:
+            # A socket that shares its port would join whoever is there, unnoticed.
+            socket.create_server((host, port), family=family).close()
+        shared = socket.socket(family, socket.SOCK_STREAM)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            shared.setsockopt(
+                socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1
+            )  # as `create_server` has it
+        shared.bind((host, port))
+    except OSError as error:
+        raise ListenError(f"can't listen on {host} port {port}: {error.strerror}") from error
+    return _prepared(shared)
+
+
+def _family(host: str, port: int) -> int:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+
+def _prepared(listener: socket.socket) -> socket.socket:
+    # Handed down to each connection. uvloop sets it itself, asyncio doesn't for such a socket,
+    # and head and body of an answer are two writes: 40 ms each time.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener

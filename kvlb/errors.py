@@ -6,6 +6,7 @@ KvlbError
 ├── CaptureError        a capture of `kvlb audit` can't be read
 ├── PeerError           something we talk to did not answer as it should
 ├── BrokenError         the process can't go on; its log says why
+├── WorkersError        the workers of a balancer don't start; they have said why
 └── MissingExtraError   an optional package isn't installed
 """
 
@@ -28,6 +29,13 @@ class PeerError(KvlbError):
 
 class BrokenError(KvlbError):
     """A part of this process ended that it can't do without."""
+
+
+class WorkersError(KvlbError):
+    """The workers of a balancer don't start. They have said why."""
+
+    def __init__(self) -> None:
+        super().__init__("the workers don't start; what they say is above")
 
 
 class MissingExtraError(KvlbError):

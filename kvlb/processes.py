@@ -9,8 +9,9 @@ from rich.console import Console
 from kvlb.event_loop import run_command, spare_startup_objects, stop_event
 from kvlb.logs import configure_logs
 from kvlb.reload import surviving_hangup
-from kvlb.running import ConfigFile, run_balancer, run_indexer
+from kvlb.running import ConfigFile, new_registry, run_balancer, run_indexer
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
+from kvlb.workers.processes import run_workers
 
 
 def indexer(overrides: Overrides, *, config: Path | None) -> None:
@@ -39,6 +40,17 @@ async def _indexer(overrides: Overrides, config: Path | None) -> None:
 async def _balancer(overrides: Overrides, config: Path | None) -> None:
     with stop_event() as stop, surviving_hangup(config):
         settings = load_fleet(config, overrides, os.environ)
+
+        if settings.workers > 1:
+            await run_workers(
+                settings,
+                overrides=overrides,
+                config=config,
+                registry=new_registry(),
+                stop=stop,
+                on_listening=lambda url: _greet("balancer", url, settings),
+            )
+            return
 
         def listening(url: str) -> None:
             _greet("balancer", url, settings)

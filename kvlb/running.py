@@ -26,6 +26,7 @@ from balancer.fleet.members import Members
 from balancer.guards import guard
 from balancer.routes import add_error_answers
 from balancer.server import BalancerBrokenError, ListenError, listen, serve_on
+from balancer.sharing import Company
 from indexer.core.rank_status import RankStatus
 from indexer.core.reports import ReportSource
 from indexer.core.types import InstanceId
@@ -34,6 +35,7 @@ from indexer.service import IndexerService, unix_time_s
 from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
 from kvlb.index_backend import OpenIndex, open_index, open_reader
+from kvlb.load_stream import open_channel
 from kvlb.names.resolver import Resolve
 from kvlb.names.resolver import resolve as resolve_name
 from kvlb.names.watch import NameWatch
@@ -42,12 +44,13 @@ from kvlb.settings import KvlbSettings, Overrides, engine_sources, load_fleet
 from kvlb.shared_changes import open_changes
 from kvlb.status_server import serve_status
 from kvlb.trace_export import open_tracing
+from kvlb.workers.seat import Seat
 
 _logger = structlog.get_logger(__name__)
 
 NOT_OF_THE_BALANCER = frozenset({"indexer"})
 NOT_OF_THE_INDEXER = frozenset(
-    {"port", "drain_s", "dataplane", "routing", "pd", "tokens", "probes", "tracing"}
+    {"port", "workers", "drain_s", "dataplane", "routing", "pd", "tokens", "probes", "tracing"}
 )
 
 
@@ -92,7 +95,7 @@ async def run_kvlb(
     resolve: Resolve = resolve_name,
 ) -> None:
     """Index and balance until `stop` is set and running answers are finished."""
-    registry = _new_registry()
+    registry = new_registry()
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen_to_clients(settings))
         opened = await stack.enter_async_context(open_index(settings.redis))
@@ -100,8 +103,10 @@ async def run_kvlb(
         reports = LocalReports()
         indexer = await _new_indexer(settings, opened, registry, stack, reports)
         changes = await stack.enter_async_context(open_changes(settings.redis))
+        channel = await stack.enter_async_context(open_channel(settings.redis))
         app = _build_app(
             config=settings,
+            company=Company(channel=channel),
             index=opened.index,
             registry=registry,
             index_status=lambda: render_ranks(indexer),
@@ -141,26 +146,36 @@ async def run_balancer(
     on_listening: Callable[[str], None],
     file: ConfigFile | None = None,
     resolve: Resolve = resolve_name,
+    seat: Seat | None = None,
 ) -> None:
     """Balance on what an indexer writes to Redis, until `stop` is set and answers are finished.
 
-    `on_listening` gets the balancer's address. Redis may be down: requests are routed by load.
+    `on_listening` gets the balancer's address. Redis may be down: requests are routed by load. `seat`
+    is a worker's.
     """
     if settings.redis is None:
         raise SettingsError(no_redis("balancer"))
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(_listen_to_clients(settings))
+        listener = stack.enter_context(seat.listener if seat else _listen_to_clients(settings))
+        company = (
+            seat.company(settle_s=settings.probes.timeout_s)
+            if seat
+            else Company(channel=await stack.enter_async_context(open_channel(settings.redis)))
+        )
         opened = await stack.enter_async_context(open_reader(settings.redis))
         tracing = await stack.enter_async_context(open_tracing(settings.tracing))
         changes = await stack.enter_async_context(open_changes(settings.redis))
         app = _build_app(
-            config=settings,
+            config=settings if seat is None else seat.share(settings),
             index=opened.index,
-            registry=_new_registry(),
+            registry=new_registry(),
             reports=opened.reports,
             tracing=tracing,
             links=FleetLinks(store=changes),
+            company=company,
         )
+        if seat is not None:
+            seat.attach(app.views)
         names = NameWatch(app.control.members, resolve=resolve, on_moved=app.control.connect_anew)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(names.run())]
@@ -187,7 +202,7 @@ async def run_indexer(
     """
     if settings.redis is None:
         raise SettingsError(no_redis("indexer"))
-    registry = _new_registry()
+    registry = new_registry()
     async with AsyncExitStack() as stack:
         host = settings.indexer.status_host or settings.host
         hint = "choose another with `indexer.status_port` or --status-port"
@@ -219,7 +234,7 @@ async def run_indexer(
                 api,
                 listener=listener,
                 stop=stop,
-                on_listening=lambda port: on_listening(_url(host, port)),
+                on_listening=lambda port: on_listening(listening_url(host, port)),
             )
             for task in tasks:
                 task.cancel()
@@ -265,7 +280,8 @@ def _render_rank(status: RankStatus) -> dict[str, Any]:
     return shown
 
 
-def _new_registry() -> CollectorRegistry:
+def new_registry() -> CollectorRegistry:
+    """With what is to be known of any process."""
     # A series beside each of ours with the time of its beginning: doubles a scrape, tells nothing.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
@@ -319,13 +335,13 @@ async def _serve_balancer(
             app,
             drain_s=settings.drain_s,
             stop=stop,
-            on_listening=lambda port: on_listening(_url(settings.host, port)),
+            on_listening=lambda port: on_listening(listening_url(settings.host, port)),
         )
     except BalancerBrokenError as error:
         raise BrokenError(str(error)) from error
 
 
-def _url(host: str, port: int) -> str:
+def listening_url(host: str, port: int) -> str:
     """An address to show: "every interface" is none to connect to."""
     if host in {"0.0.0.0", "::", ""}:  # noqa: S104 - recognised, not bound
         host = "127.0.0.1"

@@ -16,7 +16,9 @@ ADMIN_API_KEY), KVLB_ENGINE_API_KEY.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from balancer.config import BalancerConfig, check_config, check_connector
 from balancer.core.control_settings import InstanceSettings
@@ -80,6 +82,9 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     indexer: IndexerConfig = IndexerConfig()
     redis: RedisSettings | None = None
     """None: the index lives in the memory of `kvlb up`."""
+    workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Processes that answer on `port`. More than one needs `redis`. One uses one core; each has memory,
+    connections and tokenizers of its own, they share load and figures."""
     discovery: tuple[DiscoverySettings, ...] = ()
     resolve_interval_s: NonNegativeFloat = 5.0
     """How often host names of engines, and the names under `discovery`, are looked up; 0: never. An
@@ -136,6 +141,7 @@ class Overrides:
     port: int | None = None
     redis_url: str | None = None
     status_port: int | None = None
+    workers: int | None = None
 
 
 def load_settings(
@@ -246,6 +252,8 @@ def _apply_overrides(values: dict[str, Any], overrides: Overrides) -> None:
         values["host"] = overrides.host
     if overrides.port is not None:
         values["port"] = overrides.port
+    if overrides.workers is not None:
+        values["workers"] = overrides.workers
 
 
 def _name_redis_password(values: dict[str, Any], environ: Mapping[str, str]) -> None:

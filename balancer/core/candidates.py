@@ -214,7 +214,7 @@ def request_shape(
     return RequestShape(
         prompt_tokens=tokens,
         max_output_tokens=_max_output_tokens(request),
-        session=_session(request, session_header.lower().encode()) or _first_block(matches),
+        session=_session(request, session_header.lower().encode()) or first_block(matches),
     )
 
 
@@ -238,8 +238,8 @@ def _session(request: GenerateRequest, header: bytes) -> str | None:
     return None
 
 
-def _first_block(matches: PromptMatches) -> str | None:
-    """Prompts that begin alike count as one session."""
+def first_block(matches: PromptMatches) -> str | None:
+    """Names what prompts that begin alike have in common: they count as one session."""
     if not matches.prompts:
         return None
     sizes = matches.block_sizes.values()

@@ -12,23 +12,37 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from balancer.core.explain import explain_choice
 from balancer.core.judgement import judge_record
 from balancer.core.record import LegRecord, RequestRecord
+
+
+class TimedDecision(msgspec.Struct, frozen=True, array_like=True):
+    """A rendered record, and when it ended by the machine's monotonic clock."""
+
+    ended_s: float
+    decision: Mapping[str, Any]
 
 
 class DecisionLog:
     """A ring of rendered records."""
 
     def __init__(self, *, limit: int) -> None:
-        self._records: deque[Mapping[str, Any]] = deque(maxlen=limit)
+        self._records: deque[TimedDecision] = deque(maxlen=limit)
 
     def add(self, record: RequestRecord) -> None:
-        self._records.append(render_record(record))
+        ended_s = record.arrived_s if record.ended_s is None else record.ended_s
+        self._records.append(TimedDecision(ended_s, render_record(record)))
+
+    def timed(self, count: int) -> Sequence[TimedDecision]:
+        """Up to `count` records, newest first, to be joined with those of other processes."""
+        return [each for each, _ in zip(reversed(self._records), range(count), strict=False)]
 
     def latest(self, count: int) -> Sequence[Mapping[str, Any]]:
         """Up to `count` records, newest first."""
-        return [each for each, _ in zip(reversed(self._records), range(count), strict=False)]
+        return [each.decision for each in self.timed(count)]
 
 
 def render_record(record: RequestRecord) -> Mapping[str, Any]:

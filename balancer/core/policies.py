@@ -197,7 +197,7 @@ def named_policy(name: PolicyName) -> Policy:
 
 
 def seeded_draw(seed: int) -> TieBreak:
-    """Draws that depend on `seed` and the rank only, not on the order of asking."""
+    """Draws that depend on `seed` (64 bits) and the rank only, not on the order of asking."""
 
     def draw(rank: RankId) -> float:
         return float(xxh3_64_intdigest(f"{rank.rank} {rank.instance}".encode(), seed))

@@ -146,18 +146,22 @@ class FleetKeeper:
             await self._changed.wait()
         return self._fleet
 
-    def report(self, instance: InstanceId, ok: bool, reason: str | None) -> None:
-        """A leg ended: `reason` is the code of the error that ended it. Cheap if it went well."""
+    def report(self, instance: InstanceId, ok: bool, reason: str | None) -> bool:
+        """A leg ended: `reason` is the code of the error that ended it. Cheap if it went well.
+
+        True if that changes what is believed of the instance: then other processes want to know.
+        """
         watched = self._watched.get(instance)
         if watched is None:
-            return
+            return False
         state = watched.state.after_leg(ok, reason, self._thresholds)
         if state is watched.state:
-            return
+            return False
         lost = watched.state.healthy and not state.healthy
         self._settle(watched, state, watched.models)
         if lost:
             watched.wake.set()  # look at once: it may be back already
+        return True
 
     def set_instances(
         self,

@@ -25,6 +25,7 @@ from balancer.core.candidates import (
     CandidateSource,
     PromptMatches,
     find_pool,
+    first_block,
     request_shape,
 )
 from balancer.core.cost import TieBreak
@@ -224,7 +225,7 @@ class Router:
             route.plan,
             question.shape,
             sources,
-            self._draw(),
+            self._draw(question),
             paired=question.pairs_ranks(connector),
         )
         if plan is None or plan.prefill is None:
@@ -274,7 +275,7 @@ class Router:
             pool, prefill_failed=prefill_failed, prefill_full=some_full and not prefill
         )
         facts = replace(facts, rates_known=self._ledger.knows_rates)
-        return self._planner.plan(question.shape, facts, decode, prefill, self._draw())
+        return self._planner.plan(question.shape, facts, decode, prefill, self._draw(question))
 
     def _source(self, question: Question) -> CandidateSource:
         return CandidateSource(
@@ -283,8 +284,12 @@ class Router:
             max_requests_per_rank=self._settings.max_requests_per_rank,
         )
 
-    def _draw(self) -> TieBreak:
-        return seeded_draw(int(self._random() * 2**53))
+    def _draw(self, question: Question) -> TieBreak:
+        """Siblings draw alike, also in processes that haven't heard of each other's yet."""
+        begin = first_block(question.matches)
+        if begin is None:
+            return seeded_draw(int(self._random() * 2**53))
+        return seeded_draw(int(begin))
 
     async def _match(
         self, prompts: tuple[Prompt, ...]

@@ -124,7 +124,11 @@ class RedisConnection:
 
     async def ask(self, name: str, key: str = "", *parts: Part) -> Any:
         """Any command of one key, at the writer's pace; or of none, for any node."""
-        command = pack_command(name, *((key, *parts) if key else ()))
+        return await self.ask_at(key, name, *((key, *parts) if key else ()))
+
+    async def ask_at(self, key: str, name: str, *parts: Part) -> Any:
+        """Likewise, of a command that doesn't begin with its key."""
+        command = pack_command(name, *parts)
         try:
             async with asyncio.timeout(self.settings.write_timeout_s):
                 return await self._exchange(command, key, writes=True)

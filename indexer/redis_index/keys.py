@@ -82,6 +82,11 @@ def fleet_key(prefix: str) -> str:
     return f"{prefix}:{SCHEMA}:fleet"
 
 
+def load_key(prefix: str) -> str:
+    """Stream: what balancers tell each other of their legs. Of all models."""
+    return f"{prefix}:{SCHEMA}:load"
+
+
 def rank_digest(rank: RankId) -> str:
     """64 bits: two ranks of one model collide once in 10**15 fleets of a hundred ranks."""
     return xxh3_64_hexdigest(f"{rank.instance}|{rank.rank}".encode())

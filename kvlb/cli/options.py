@@ -53,6 +53,10 @@ PolicyOption = Annotated[
 ]
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
 PortOption = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Processes that answer on the port; 1 if not said."),
+]
 RedisOption = Annotated[
     str | None,
     typer.Option(

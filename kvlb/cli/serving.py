@@ -1,6 +1,6 @@
 """Commands that serve: `up`, `indexer`, `balancer`."""
 
-# ruff: noqa: PLC0415 - see `kvlb.cli`
+# ruff: noqa: PLC0415, PLR0913 - see `kvlb.cli`; and an option is an argument
 
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from kvlb.cli.options import (
     PolicyOption,
     PortOption,
     RedisOption,
+    WorkersOption,
 )
 
 
@@ -86,23 +87,31 @@ def balancer(
     policy: PolicyOption = None,
     host: HostOption = None,
     port: PortOption = None,
+    workers: WorkersOption = None,
 ) -> None:
     """Balance OpenAI requests by the index that `kvlb indexer` keeps in Redis. As many as you like.
 
-    Without Redis or indexer it goes on, by load alone. SIGTERM finishes what runs; SIGHUP or a
+    Without Redis or indexer it goes on, by load alone. With --workers several processes answer on one
+    port, as one balancer: they share load and figures, and one that dies is started again. SIGTERM finishes what runs; SIGHUP or a
     changed file changes fleet and routing while it runs.
 
     For example:
 
     - `kvlb balancer --config kvlb.yaml`
     - `kvlb balancer --redis redis://127.0.0.1:6379 --instance http://127.0.0.1:8000`
+    - `kvlb balancer --config kvlb.yaml --workers 4`
     """
     from kvlb.processes import balancer as run
     from kvlb.settings import Overrides
 
     run(
         Overrides(
-            instances=tuple(instance or ()), redis_url=redis, policy=policy, host=host, port=port
+            instances=tuple(instance or ()),
+            redis_url=redis,
+            policy=policy,
+            host=host,
+            port=port,
+            workers=workers,
         ),
         config=config,
     )

@@ -1,12 +1,13 @@
 """What every `LoadLedger` must do, whatever it is made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
-from balancer.core.load import LegWork, LoadLedger
+from balancer.core.load import LegGuard, LegWork, LoadLedger, RankLoad, TransferRates
 from balancer.core.local_ledger import LocalLedger
+from balancer.core.shared_ledger import SharedLedger
 from indexer.core.types import BlockKey, InstanceId, RankId
 
 FIRST, OTHER = (RankId(InstanceId(f"http://e{number}:8000"), 0) for number in (0, 1))
@@ -28,7 +29,60 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=[LocalLedger], ids=["local"])
+class NobodyListens:
+    """Of news that the ledger doesn't keep."""
+
+    def on_booked(self, rank: RankId) -> None:
+        """Nobody's turn changes."""
+
+    def on_outcome(self, instance: InstanceId, ok: bool, reason: str | None) -> None:
+        """Nobody's breaker opens."""
+
+
+def shared(clock: Clock, me: str = "me") -> SharedLedger:
+    return SharedLedger(clock, me=me, lease_s=60.0, news=NobodyListens())
+
+
+class SeenByPeer:
+    """Legs are booked in one process, and looked at from another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._here = shared(clock, "here")
+        self._there = shared(clock, "there")
+
+    def hold(self, work: LegWork) -> LegGuard:
+        return self._here.hold(work)
+
+    def forget(self, rank: RankId) -> None:
+        self._told().forget(rank)
+        self._here.forget(rank)
+
+    def load(self, rank: RankId) -> RankLoad:
+        return self._told().load(rank)
+
+    def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
+        return self._told().predicted_blocks(rank, keys, start)
+
+    def has_guesses(self, rank: RankId) -> bool:
+        return self._told().has_guesses(rank)
+
+    def active_blocks(self, rank: RankId, keys: Sequence[BlockKey]) -> int:
+        return self._told().active_blocks(rank, keys)
+
+    def transfer(self, source: RankId, target: RankId) -> TransferRates:
+        return self._told().transfer(source, target)
+
+    @property
+    def knows_rates(self) -> bool:
+        return self._told().knows_rates
+
+    def _told(self) -> SharedLedger:
+        for message in self._here.outgoing():
+            self._there.on_message(message)
+        return self._there
+
+
+@pytest.fixture(params=[LocalLedger, shared, SeenByPeer], ids=["local", "shared", "seen-by-a-peer"])
 def ledger(request: pytest.FixtureRequest, clock: Clock) -> LoadLedger:
     build: Callable[[Clock], LoadLedger] = request.param
     return build(clock)
