@@ -83,8 +83,8 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     redis: RedisSettings | None = None
     """None: the index lives in the memory of `kvlb up`."""
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Processes that answer on `port`. More than one needs `redis`. One uses one core; each has memory,
-    connections and tokenizers of its own, they share load and figures."""
+    """Processes of `kvlb balancer` that answer on `port`. Each uses one core, and has memory, connections
+    and tokenizers of its own; they share load and figures. `kvlb up` is always one."""
     discovery: tuple[DiscoverySettings, ...] = ()
     resolve_interval_s: NonNegativeFloat = 5.0
     """How often host names of engines, and the names under `discovery`, are looked up; 0: never. An

@@ -20,6 +20,10 @@ from simulator.core.settings import EngineSettings
 
 TRY_OUT = "try it out with --simulate 2p2d"
 UNKNOWN_MODEL = "YOUR-MODEL"
+ONE_PROCESS = (
+    "`workers`: `kvlb up` is one process, since the index is in its memory; leave it at 1, or run "
+    "`kvlb indexer` and `kvlb balancer --workers N` around a Redis (`redis.url`)"
+)
 
 
 def up(overrides: Overrides, *, config: Path | None, simulate: str | None) -> None:
@@ -44,6 +48,9 @@ async def _up(overrides: Overrides, config: Path | None, simulate: str | None) -
             settings = load_fleet(config, overrides, os.environ)
         except NoEnginesError as error:
             raise SettingsError(f"{error}; or {TRY_OUT}") from error
+
+        if settings.workers > 1:
+            raise SettingsError(ONE_PROCESS)
 
         def listening(running: RunningKvlb) -> None:
             _greet(running, settings, model, started_s)

@@ -14,6 +14,7 @@ from balancer.core.peer_messages import (
     Ask,
     Batch,
     Booked,
+    Change,
     FirstToken,
     Left,
     PeerMessageError,
@@ -253,10 +254,7 @@ def test_a_lost_batch_is_repaired_by_a_snapshot(two: tuple[Process, Process]) ->
     settle(here, there)
 
     assert here.ledger.peers.gaps == before + 1
-    assert here.ledger.load(FIRST) == there.ledger.load(FIRST) or (
-        here.requests,
-        here.ledger.load(FIRST).decoding,
-    ) == (2, 1)
+    assert (here.requests, here.ledger.load(FIRST).decoding) == (2, 1)
     assert here.ledger.load(OTHER).requests == 1
 
 
@@ -271,7 +269,7 @@ def test_nothing_is_taken_between_a_gap_and_its_snapshot(two: tuple[Process, Pro
         deliver(there, here)
         asked += [decode_message(each) for each in here.ledger.outgoing()]
     in_between = here.requests
-    here.clock.now_s += ASK_S
+    here.clock.now_s += 2 * ASK_S
     there.ledger.hold(WORK)
     deliver(there, here)
     asked += [decode_message(each) for each in here.ledger.outgoing()]
@@ -350,6 +348,19 @@ def test_our_own_messages_count_for_nothing(two: tuple[Process, Process]) -> Non
     assert here.requests == 1
 
 
+def test_what_engines_report_is_known_to_all(two: tuple[Process, Process]) -> None:
+    """Lengths of answers, and what a rank without events seems to hold."""
+    here, there = two
+    with there.ledger.hold(replace(WORK, remembered_s=60.0)) as guard:
+        guard.first_token()
+        guard.cached(16)
+        guard.generated(500)
+    settle(here, there)
+
+    assert here.ledger.has_guesses(FIRST)
+    assert here.ledger.load(FIRST).rates.output_tokens > 128
+
+
 def test_how_instances_answered_is_told(two: tuple[Process, Process]) -> None:
     """Breakers of all processes go by it."""
     here, there = two
@@ -365,8 +376,8 @@ def test_what_is_told_of_unknown_legs_changes_nothing(two: tuple[Process, Proces
     here, there = two
     told = booked(1, 0.0, WORK)
     broken = replace_keys(told, b"1234567")
-    changes = [FirstToken(77, 0.0), told, told, broken, replace_number(broken, 2)]
-    here.ledger.on_message(encode_message(Batch(WIRE_VERSION, "x", 1, 0.0, list(changes))))
+    changes: list[Change] = [FirstToken(77, 0.0), told, told, broken, replace_number(broken, 2)]
+    here.ledger.on_message(encode_message(Batch(WIRE_VERSION, "x", 1, 0.0, changes)))
 
     assert here.requests == 1
     assert there.requests == 0
@@ -515,21 +526,10 @@ def test_all_agree_once_everything_was_told(happened: list[tuple[int, str, int]]
     guards: list[list[LegGuard]] = [[], [], []]
     settle(*processes)
     for number, step, which in happened:
-        process, held = processes[number], guards[number]
-        match step:
-            case "book":
-                held.append(process.ledger.hold(WORK))
-            case "tell":
-                deliver(process, *processes)
-            case "lose":
-                process.ledger.outgoing()
-            case "beat":
-                process.ledger.beat()
-            case _ if which < len(held):
-                act(held, which, step)
+        happen(processes, number, guards[number], step, which)
     for _ in range(3):
         for process in processes:
-            process.clock.now_s += ASK_S
+            process.clock.now_s += 2 * ASK_S
             for message in process.ledger.beat()[0]:
                 for other in processes:
                     other.ledger.on_message(message)
@@ -537,6 +537,22 @@ def test_all_agree_once_everything_was_told(happened: list[tuple[int, str, int]]
 
     total = sum(len(each) for each in guards)
     assert [each.requests for each in processes] == [total] * 3
+
+
+def happen(
+    processes: list[Process], number: int, held: list[LegGuard], step: str, which: int
+) -> None:
+    ledger = processes[number].ledger
+    if step == "book":
+        held.append(ledger.hold(WORK))
+    elif step == "tell":
+        deliver(processes[number], *processes)
+    elif step == "lose":
+        ledger.outgoing()
+    elif step == "beat":
+        ledger.beat()
+    elif which < len(held):
+        act(held, which, step)
 
 
 def act(held: list[LegGuard], which: int, step: str) -> None:
