@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq.asyncio
@@ -12,6 +12,7 @@ from simulator.core.engine import EngineCore
 from simulator.core.errors import OverloadedError, RequestRefusedError, UnknownModelError
 from simulator.core.event_faults import EventFaults
 from simulator.core.handover import Handover, Side, read_handover
+from simulator.core.history import FleetHistory
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import SideChannel, TransferDirectory
 from simulator.core.types import RemotePrefill
@@ -35,6 +36,7 @@ class Surroundings:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     randomness: random.Random
+    history: FleetHistory = field(default_factory=FleetHistory)
 
     @property
     def dialable_host(self) -> str:
@@ -46,6 +48,8 @@ class Surroundings:
 class Places:
     """Where an engine's other halves are found."""
 
+    name: str = ""
+    """By which the fleet's history knows it."""
     side_port: int
     """Of the first rank; no socket is behind it."""
     bootstrap_url: str
@@ -83,6 +87,7 @@ class SimulatedEngine:
         """Without the end that tells its ranks apart."""
         self.wall_clock = surroundings.wall_clock
         self.clock = surroundings.clock
+        self.history = surroundings.history
         self.received: deque[ReceivedRequest] = deque(maxlen=_REMEMBERED_REQUESTS)
         self.rejected_requests = 0
         self.is_draining = False

@@ -46,18 +46,35 @@ async def chat(engine: SimulatedEngine, exchange: Exchange) -> None:
 async def _generate(
     engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
 ) -> None:
+    attempt = engine.history.begin(
+        engine.places.name, exchange.headers.get("x-request-id", ""), engine.clock()
+    )
+    attempt.outcome = "refused"
     try:
         generation = _prepare(engine, exchange, body)
-    except RequestRefusedError:
-        engine.decline_transfer(read_remote_prefill(body.kv_transfer_params))
+        attempt.outcome = "left"
+        attempt.outcome = "complete" if await generation.run() else "failed"
+    except GenerationFailedError:
+        attempt.outcome = "failed"
         raise
-    await generation.run()
+    finally:
+        attempt.ended_s = engine.clock()
 
 
 def _prepare(
     engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
 ) -> "Generation":
     """Check everything that can be refused before a token is computed."""
+    try:
+        return _check(engine, exchange, body)
+    except RequestRefusedError:
+        engine.decline_transfer(read_remote_prefill(body.kv_transfer_params))
+        raise
+
+
+def _check(
+    engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
+) -> "Generation":
     check_generation(body)
     served, adapter, adapter_id = engine.find_adapter(body.model)
     context_tokens = engine.settings.context_tokens
@@ -187,32 +204,38 @@ class Generation:
         self._open = {choice.request_id: choice for choice in self._choices}
         self._stream = OutputStream(sum(request.max_tokens for request in self._requests))
 
-    async def run(self) -> None:
-        """Generate and answer; what is unfinished when the client goes is aborted."""
+    async def run(self) -> bool:
+        """Generate and answer; what is unfinished when the client goes is aborted.
+
+        False if a stream ended in an error. Raises GenerationFailedError where there is none.
+        """
         for request in self._requests:
             self._rank.submit(request, self._stream)
         try:
-            await (self._run_stream() if self._body.stream else self._run_whole())
+            return await (self._run_stream() if self._body.stream else self._run_whole())
         finally:
             for request_id in self._open:
                 self._rank.abort(request_id)
 
-    async def _run_whole(self) -> None:
+    async def _run_whole(self) -> bool:
         while self._open:
             choice = await self._next_choice()
             if choice.finish_reason == "error":
                 raise GenerationFailedError(LOAD_FAILED)
         await self._exchange.send_json(self._answer.render_whole(self._choices))
+        return True
 
-    async def _run_stream(self) -> None:
+    async def _run_stream(self) -> bool:
         await self._exchange.start_stream()
         for choice in self._choices:
             opening = self._answer.render_opening(choice)
             if opening is not None:
                 await self._exchange.send_event(opening)
-        if await self._stream_tokens() and self._body.includes_usage:
+        is_complete = await self._stream_tokens()
+        if is_complete and self._body.includes_usage:
             await self._exchange.send_event(self._answer.render_usage(self._choices))
         await self._exchange.end_stream()
+        return is_complete
 
     async def _stream_tokens(self) -> bool:
         """Send tokens until all choices are complete; False if one failed."""

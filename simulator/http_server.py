@@ -2,11 +2,14 @@
 
 `uvicorn.Server` owns a process: it takes the signals and polls for its end. Many engines share one
 process here and must be able to die at once with their connections, so only the protocol is used.
+
+What a process can suffer from outside: `stop` kills it, `freeze` has it stand still (connections are
+accepted, nothing is answered), `cut_off` takes it off the network, `cut` breaks what is open.
 """
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, MutableMapping
 from email.utils import formatdate
 from typing import Any
 
@@ -15,6 +18,8 @@ from uvicorn.server import ServerState
 
 _BACKLOG = 4096
 _SHUTDOWN_S = 2.0
+Application = Callable[..., Coroutine[Any, Any, None]]
+
 _ACCEPT_TURNS = 4
 """Turns of the loop from an accepted socket to a connection that uvicorn's state knows of."""
 
@@ -22,11 +27,13 @@ _ACCEPT_TURNS = 4
 class HttpServer:
     """One listening socket."""
 
-    def __init__(
-        self, application: Callable[..., Coroutine[Any, Any, None]], *, keep_alive_s: int
-    ) -> None:
+    def __init__(self, application: Application, *, keep_alive_s: int) -> None:
+        self._application = application
+        self._thawed = asyncio.Event()
+        self._thawed.set()
         self._config = Config(
-            application,
+            self._serve,
+            interface="asgi3",
             lifespan="off",
             ws="none",
             log_config=None,
@@ -38,8 +45,9 @@ class HttpServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        """Accept connections from now on."""
-        self._config.load()
+        """Accept connections from now on, also again after `cut_off`."""
+        if not self._config.loaded:
+            self._config.load()
         self._state.default_headers = [
             (b"date", formatdate(usegmt=True).encode()),
             (b"server", b"uvicorn"),
@@ -50,6 +58,13 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Close the socket and cut every connection, as a killed process would."""
+        self.thaw()
+        await self.cut_off()
+        if self._state.tasks:
+            await asyncio.wait(list(self._state.tasks), timeout=_SHUTDOWN_S)
+
+    async def cut_off(self) -> None:
+        """Refuse connections and break those there are; what is behind the server lives on."""
         if self._server is None:
             return
         # What is just being accepted would outlive the engine, and asyncio loses it if the server
@@ -57,17 +72,41 @@ class HttpServer:
         asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
         for _ in range(_ACCEPT_TURNS):
             await asyncio.sleep(0)
-            self._cut()
+            self.cut()
         self._server.close()
-        if self._state.tasks:
-            await asyncio.wait(list(self._state.tasks), timeout=_SHUTDOWN_S)
         self._server = None
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """Break every connection."""
         for connection in list(self._state.connections):
             transport = connection.transport
             if transport is not None:
                 transport.abort()
+
+    def freeze(self) -> None:
+        """Stand still: the system accepts connections and bytes, nobody reads or writes any."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        """Go on where it stood still; what arrived meanwhile is seen now."""
+        self._thawed.set()
+
+    async def _serve(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Coroutine[Any, Any, Any]],
+        send: Callable[[Any], Coroutine[Any, Any, None]],
+    ) -> None:
+        async def received() -> Any:
+            message = await receive()
+            await self._thawed.wait()
+            return message
+
+        async def sent(message: Any) -> None:
+            await self._thawed.wait()
+            await send(message)
+
+        await self._application(scope, received, sent)
 
     def _create_protocol(self) -> asyncio.Protocol:
         create: Any = self._config.http_protocol_class

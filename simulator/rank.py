@@ -52,6 +52,7 @@ class EngineRank:
         self._accepted: dict[str, _Accepted] = {}
         self._woken = asyncio.Event()
         self._is_asleep = False
+        self._is_frozen = False
 
     @property
     def is_asleep(self) -> bool:
@@ -61,6 +62,14 @@ class EngineRank:
     @is_asleep.setter
     def is_asleep(self, is_asleep: bool) -> None:
         self._is_asleep = is_asleep
+        self._woken.set()
+
+    def freeze(self) -> None:
+        """Stand still with what there is; nothing can be asked of it."""
+        self._is_frozen = True
+
+    def thaw(self) -> None:
+        self._is_frozen = False
         self._woken.set()
 
     @property
@@ -86,7 +95,7 @@ class EngineRank:
         step_s = self._clock()
         while True:
             self._woken.clear()
-            if self._is_asleep or not self.core.has_work:
+            if self._is_asleep or self._is_frozen or not self.core.has_work:
                 await self._woken.wait()
                 continue
             now_s = self._clock()

@@ -17,17 +17,18 @@ import zmq.asyncio
 from simulator.application import BootstrapApplication, EngineApplication
 from simulator.core.errors import SettingsError
 from simulator.core.event_faults import EventFaults
+from simulator.core.history import Condition, FleetHistory
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import TransferDirectory
 from simulator.engine import Places, SimulatedEngine, Surroundings
 from simulator.http_server import HttpServer
+from simulator.life_counts import LifeCounts
+from simulator.ports import Ports, choose_ports, find_free_ports, listen
 
 Role = Literal["prefill", "decode", "mixed"]
 
 _ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "m": "mixed"}
 _LARGEST_FLEET = 256
-_PORT_ATTEMPTS = 100
-_PORT_RANGE = (15_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,6 @@ class FleetSpec:
         return any(role != "mixed" for role in self.roles)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ports:
-    """The ports of one engine, kept over restarts; a rank adds its number to all but two."""
-
-    http: int
-    events: int
-    replay: int
-    side_channel: int
-    bootstrap: int
-
-
 class RunningEngine:
     """One engine of a fleet: where it is, and how to stop and restart it."""
 
@@ -75,7 +65,7 @@ class RunningEngine:
         name: str,
         role: Role,
         settings: EngineSettings,
-        ports: _Ports,
+        ports: Ports,
         surroundings: Surroundings,
     ) -> None:
         self.name = name
@@ -88,6 +78,7 @@ class RunningEngine:
         self._bootstrap: HttpServer | None = None
         self._side_channels: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._past = LifeCounts()
 
     @property
     def url(self) -> str:
@@ -114,6 +105,7 @@ class RunningEngine:
     @property
     def _places(self) -> Places:
         return Places(
+            name=self.name,
             side_port=self._ports.side_channel,
             decodes=self.role == "decode",
             bootstrap_url=f"http://{self._surroundings.dialable_host}:{self._ports.bootstrap}",
@@ -151,7 +143,7 @@ class RunningEngine:
 
     async def start(self, group: asyncio.TaskGroup) -> None:
         """Begin a new life: empty caches, sequence numbers from 0, the same ports."""
-        listener = _listen(self._surroundings.host, self._ports.http)
+        listener = listen(self._surroundings.host, self._ports.http)
         engine = SimulatedEngine(self.settings, self._surroundings, self._places)
         application = EngineApplication(engine, self._render_sources())
         server = HttpServer(application, keep_alive_s=self.settings.keep_alive_s)
@@ -172,6 +164,7 @@ class RunningEngine:
             self._tasks.append(group.create_task(rank.run()))
             self._tasks.append(group.create_task(rank.publisher.run_replay()))
         self._engine, self._server = engine, server
+        self._note("started", Condition.WELL)
 
     async def _start_bootstrap(self, engine: SimulatedEngine) -> None:
         """Mooncake: the server that tells a prefill engine's ids."""
@@ -180,28 +173,77 @@ class RunningEngine:
         self._bootstrap = HttpServer(
             BootstrapApplication(engine), keep_alive_s=self.settings.keep_alive_s
         )
-        await self._bootstrap.start(_listen(self._surroundings.host, self._ports.bootstrap))
+        await self._bootstrap.start(listen(self._surroundings.host, self._ports.bootstrap))
 
     async def stop(self) -> None:
         """Die as a killed process does: connections are cut, caches are gone."""
         if self._engine is None or self._server is None:
             return
-        await self._server.stop()
-        if self._bootstrap is not None:
-            await self._bootstrap.stop()
-            self._bootstrap = None
+        self._note("killed", Condition.DOWN)
+        for server in self._servers:
+            await server.stop()
+        self._bootstrap = None
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        self._past += LifeCounts.of(self._engine)
         self._engine.close()
         self._close_side_channels()
         self._engine = self._server = None
 
+    def freeze(self) -> None:
+        """Hang: connections are accepted, nothing is read, computed or answered."""
+        self._note("frozen", Condition.FROZEN)
+        for server in self._servers:
+            server.freeze()
+        for rank in self.engine.ranks:
+            rank.freeze()
+
+    def thaw(self) -> None:
+        """Go on where it hung."""
+        for server in self._servers:
+            server.thaw()
+        for rank in self.engine.ranks:
+            rank.thaw()
+        self._note("thawed", Condition.WELL)
+
+    async def cut_off(self) -> None:
+        """Its HTTP is off the network: refused, and what was open is broken. It lives on."""
+        self._note("cut_off", Condition.CUT_OFF)
+        for server in self._servers:
+            await server.cut_off()
+
+    async def connect(self) -> None:
+        """It is reached again."""
+        ports = (self._ports.http, self._ports.bootstrap)
+        for server, port in zip(self._servers, ports, strict=False):
+            await server.start(listen(self._surroundings.host, port))
+        self._note("connected", Condition.WELL)
+
+    def cut(self) -> None:
+        """Break every connection that is open at this moment."""
+        self._note("cut", Condition.WELL)
+        for server in self._servers:
+            server.cut()
+
+    @property
+    def counts(self) -> LifeCounts:
+        """Of all its lives."""
+        return self._past + LifeCounts.of(self._engine)
+
+    @property
+    def _servers(self) -> list[HttpServer]:
+        return [each for each in (self._server, self._bootstrap) if each is not None]
+
+    def _note(self, what: str, condition: Condition) -> None:
+        surroundings = self._surroundings
+        surroundings.history.note(self.name, what, condition, surroundings.clock())
+
     def _listen_for_peers(self) -> None:
         """Accept connections to the side channels; blocks go another way here."""
         for rank in range(self.settings.dp_size):
-            channel = _listen(self._surroundings.host, self._ports.side_channel + rank)
+            channel = listen(self._surroundings.host, self._ports.side_channel + rank)
             channel.listen()
             self._side_channels.append(channel)
 
@@ -254,8 +296,14 @@ class RunningEngine:
 class RunningFleet:
     """Engines that run in this process."""
 
-    def __init__(self, engines: tuple[RunningEngine, ...], group: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        engines: tuple[RunningEngine, ...],
+        group: asyncio.TaskGroup,
+        history: FleetHistory | None = None,
+    ) -> None:
         self.engines = engines
+        self.history = history or FleetHistory()
         self._group = group
 
     async def stop(self, engine: RunningEngine) -> None:
@@ -297,7 +345,8 @@ async def running_fleet(
     )
     try:
         async with asyncio.TaskGroup() as group:
-            fleet = RunningFleet(_create_engines(spec, settings, surroundings, base_port), group)
+            engines = _create_engines(spec, settings, surroundings, base_port)
+            fleet = RunningFleet(engines, group, surroundings.history)
             try:
                 for one in fleet.engines:
                     await one.start(group)
@@ -313,61 +362,16 @@ def _create_engines(
     spec: FleetSpec, settings: EngineSettings, surroundings: Surroundings, base_port: int
 ) -> tuple[RunningEngine, ...]:
     # One stretch for the whole fleet, so that no two of its engines can pick the same port.
-    first_port = base_port or _find_free_ports(
-        surroundings, len(spec.roles) * (2 + 3 * settings.dp_size)
+    first_port = base_port or find_free_ports(
+        surroundings.host,
+        len(spec.roles) * (2 + 3 * settings.dp_size),
+        surroundings.randomness,
     )
     numbers = dict.fromkeys(_ROLES.values(), 0)
     engines = []
     for index, role in enumerate(spec.roles):
         name = f"{role[0]}{numbers[role]}"
         numbers[role] += 1
-        ports = _choose_ports(settings, first_port, index, len(spec.roles))
+        ports = choose_ports(settings, first_port, index, len(spec.roles))
         engines.append(RunningEngine(name, role, settings, ports, surroundings))
     return tuple(engines)
-
-
-def _choose_ports(settings: EngineSettings, base_port: int, index: int, engines: int) -> _Ports:
-    """Count up from the base port: HTTP, events, replay, side channels, bootstrap servers."""
-    ranks = settings.dp_size
-    events = base_port + engines + index * ranks
-    return _Ports(
-        http=base_port + index,
-        events=events,
-        replay=events + engines * ranks,
-        side_channel=events + 2 * engines * ranks,
-        bootstrap=base_port + engines * (1 + 3 * ranks) + index,
-    )
-
-
-def _find_free_ports(surroundings: Surroundings, count: int) -> int:
-    """Return the first of `count` neighbouring ports that are free at this moment."""
-    for _ in range(_PORT_ATTEMPTS):
-        # Below the range from which the system takes ports for outgoing connections: between
-        # this look and the bind, or while an engine is stopped, nobody else gets them by chance.
-        first = surroundings.randomness.randrange(*_PORT_RANGE)
-        if all(_is_free(surroundings.host, first + offset) for offset in range(count)):
-            return first
-    raise SettingsError(f"no {count} neighbouring free ports on {surroundings.host}")
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it; asyncio doesn't set it on those of a listener like this one.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setblocking(False)
-    try:
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener

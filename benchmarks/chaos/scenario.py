@@ -1,0 +1,105 @@
+"""How one run is set up: the seed decides everything. Pure.
+
+Limits are short, so that a run is: what a fleet meets in an hour happens within a minute. An engine
+hangs for up to 5 s; that is longer than the limits of silence, shorter than the leases. (An engine
+that hangs for longer than the other's lease reads blocks that are somebody else's by then, as soon
+as it goes on: nothing outside of it can help that, and its client has long been answered.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.core.settings import ConnectorName, EngineSettings
+from simulator.service import RunningEngine
+
+FLEET = "4p4d"
+CONNECTORS: tuple[ConnectorName, ...] = ("nixl", "mooncake", "nixl_push", "example")
+LEASE_S = 8.0
+DEADLINE_S = 20.0
+"""Every limit of a request in a row: see `settings`."""
+_LIMITS = {
+    "connect_timeout_s": 1.0,
+    "first_byte_timeout_s": 3.0,
+    "idle_timeout_s": 3.0,
+    "retries": 3,
+}
+_PROBES = {"interval_s": 0.25, "timeout_s": 1.0, "unhealthy_after": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One run."""
+
+    seed: int
+    requests: int
+    rate_per_s: float
+    connector: ConnectorName
+    always_remote: bool
+    """Every prompt takes a prefill leg, as long as somebody runs it."""
+    stands_in: bool
+    """A decode engine may prefill if the prefill engines fail."""
+
+    @classmethod
+    def of(
+        cls, seed: int, *, requests: int, rate_per_s: float, connector: ConnectorName | None
+    ) -> "Scenario":
+        """Over four seeds each connector has its turn, and over eight both ways of each."""
+        turn = seed // len(CONNECTORS)
+        return cls(
+            seed=seed,
+            requests=requests,
+            rate_per_s=rate_per_s,
+            connector=connector or CONNECTORS[seed % len(CONNECTORS)],
+            always_remote=(seed + turn) % 2 == 0,
+            stands_in=turn % 2 == 0,
+        )
+
+    @property
+    def duration_s(self) -> float:
+        return self.requests / self.rate_per_s
+
+    def engine(self) -> EngineSettings:
+        """What every engine is started with."""
+        return EngineSettings(
+            kv_connector=self.connector,
+            prefill_tokens_per_s=20_000.0,
+            inter_token_ms=15.0,
+            num_blocks=2048,
+            kv_lease_s=LEASE_S,
+            transfer_abort_s=LEASE_S,
+        )
+
+    def settings(self, engines: Sequence[RunningEngine]) -> dict[str, Any]:
+        """The balancer's file."""
+        return {
+            "instances": [self._entry(each) for each in engines],
+            "dataplane": _LIMITS,
+            "probes": _PROBES,
+            "tokens": {"deadline_s": 0.3},
+            "pd": {
+                "force": "remote" if self.always_remote else "auto",
+                "local_prefill_max_tokens": 128,
+                "allow_local_on_failure": self.stands_in,
+                "prefill_attempts": 4,
+            },
+        }
+
+    def _entry(self, engine: RunningEngine) -> dict[str, Any]:
+        transfer: dict[str, Any] = {}
+        if self.connector == "nixl":
+            transfer = {"lease_s": LEASE_S * 0.8}
+        elif self.connector == "mooncake":
+            transfer = {"bootstrap_port": engine.bootstrap_port}
+        return {
+            "url": engine.url,
+            "alias": engine.name,
+            "role": engine.role,
+            "connector": self.connector,
+            "transfer": transfer,
+        }
+
+    def needed(self, roles: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+        """The roles without which nobody is served."""
+        kept = ("decode",) if self.stands_in else ("decode", "prefill")
+        return {role: roles[role] for role in kept}
