@@ -3,7 +3,8 @@
 The decode engine is told where the prefill engine listens, registers its own blocks there and
 waits. The prefill engine compares request ids (without the eight digits that an engine appends) to
 find whose blocks are whose: same id, same path. The id is made for the attempt, so that neither a
-second attempt nor another client's equal id can meet this one's blocks.
+second attempt nor another client's equal id can meet this one's blocks. Engines after 0.33 go by the
+`transfer_id` of both legs instead; earlier ones don't look at it, so it is always sent.
 
 The decode engine waits for minutes if the prefill engine fails; the caller cancels it.
 Ids of ranks: with data parallelism an engine appends `_dp<rank>` to its id (read in 0.32).
@@ -44,8 +45,10 @@ class NixlPushConnector(Connector):
 
     def prefill_leg(self, context: LegContext) -> LegRequest:
         """One token, and keep the blocks until they are written to the other side."""
-        body = with_params(prefill_body(context.body), PREFILL_PARAMS)
-        return LegRequest(body=body, request_id=_leg_id(context))
+        params = {**PREFILL_PARAMS, "transfer_id": _transfer_id(context)}
+        return LegRequest(
+            body=with_params(prefill_body(context.body), params), request_id=_leg_id(context)
+        )
 
     def decode_leg(
         self,
@@ -66,6 +69,7 @@ class NixlPushConnector(Connector):
             "tp_size": settings.tp_size or facts.tp_size or 1,
             "pp_size": settings.pp_size or facts.pp_size or 1,
             "remote_request_id": leg_id,
+            "transfer_id": _transfer_id(context),
         }
         return LegRequest(body=with_params(context.body, params), request_id=leg_id)
 
@@ -77,12 +81,16 @@ class NixlPushConnector(Connector):
         return Inquiry(url=f"{instance.id}{SERVER_INFO}", read=read_server_info)
 
     def params(self) -> frozenset[str]:
-        """Those of the pull side, and the id."""
-        return KEYS | {REQUEST_ID}
+        """Those of the pull side, and the ids."""
+        return KEYS | {REQUEST_ID, "transfer_id"}
 
 
 def _leg_id(context: LegContext) -> str:
     return f"{context.request_id}-{context.attempt_id}"
+
+
+def _transfer_id(context: LegContext) -> str:
+    return f"xfer-{context.attempt_id}"
 
 
 def _engine_id(source: Instance, rank: int, settings: NixlPushSettings) -> str:

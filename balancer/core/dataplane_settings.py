@@ -26,6 +26,9 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """A larger request body is refused with 413."""
     usage_inject: bool = True
     """Ask engines for the usage of streams, so that delivered cached tokens are known."""
+    usage_of_prefill: bool = True
+    """After a prefill leg `usage.prompt_tokens_details` is what that leg's engine said. `false`: as the
+    decode engine says it, which counts all that it was handed as cached."""
     headers: Literal["full", "id", "off"] = "full"
     """`x-kvlb-*` headers on answers: all of them, the request id only, or none."""
     retries: NonNegativeInt = 1

@@ -39,6 +39,8 @@ class LegRecord:
     cached_tokens: int | None = None
     """As the engine reported it; None: unknown, which is not 0."""
     completion_tokens: int | None = None
+    prompt_details: bytes | None = None
+    """Of a prefill leg: `usage.prompt_tokens_details` as JSON; None if there was no usage."""
 
     @property
     def computed_s(self) -> float | None:

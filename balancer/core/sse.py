@@ -11,6 +11,8 @@ Rules:
 5. A chat stream's opening (a role, and nothing said yet) is no token: engines may send it before
    they compute anything.
 6. An event that is no JSON, or has an unknown shape, passes: reading it is our wish alone.
+7. With `details` these stand in the usage that passes (`core.usage_splice`); `usage` here stays what
+   the engine said.
 
 Cost: O(chunk). The common chunk (whole events, none of the words we look for) is three substring
 searches, well under a microsecond.
@@ -22,6 +24,7 @@ from typing import Any, Final
 import msgspec
 
 from balancer.core.usage import Usage, decode_head, read_usage
+from balancer.core.usage_splice import with_details
 
 _MAX_KEPT_BYTES: Final = 64 * 1024
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
@@ -42,6 +45,7 @@ class SseReader:
 
     __slots__ = (
         "_after_held",
+        "_details",
         "_held",
         "_kept",
         "_tail",
@@ -52,7 +56,7 @@ class SseReader:
         "usage",
     )
 
-    def __init__(self, *, withhold_usage: bool) -> None:
+    def __init__(self, *, withhold_usage: bool, details: bytes | None = None) -> None:
         self.usage: Usage | None = None
         self.has_data = False
         """A data event that isn't an opening was seen: the first token is there."""
@@ -61,6 +65,7 @@ class SseReader:
         self.is_done = False
         """`[DONE]` was seen."""
         self._withholds = withhold_usage
+        self._details = details
         self._kept = b""
         self._tail: bytes | None = None
         """Last bytes of an event too large to keep, which has passed already; else None."""
@@ -144,6 +149,8 @@ class SseReader:
         if self._is_usage_chunk(data) and self._withholds:
             self._held = event
             return passed
+        if self._details is not None:
+            event = event.replace(data, with_details(data, self._details))
         return passed + event
 
     def _release_held(self) -> bytes:

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. Status, end-to-end headers and body pass unchanged; ours are added (`x-kvlb-*`).
+1. Status, end-to-end headers and body pass unchanged; ours are added (`x-kvlb-*`). After a prefill
+   leg one value of `usage` is that leg's (`core.usage_splice`).
 2. An event stream passes event by event, anything else as it comes. What isn't a stream is held
    until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502. A larger one
    passes as it comes, and its usage stays unknown.
@@ -22,6 +23,7 @@ from balancer.core.plan import RoutePlan
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.sse import SseReader
 from balancer.core.usage import Usage, decode_head, read_usage
+from balancer.core.usage_splice import with_details
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.legs import DecodeAnswer
@@ -43,6 +45,7 @@ class AnswerPasser:
         self._exchange = exchange
         self._record = record
         self._headers = settings.headers
+        self._tells_prefill = settings.usage_of_prefill
         self._clock = clock
         self._passes_events = False
 
@@ -89,8 +92,9 @@ class AnswerPasser:
     async def _pass_events(
         self, decoded: DecodeAnswer, headers: Headers, *, withhold_usage: bool
     ) -> None:
-        reader = SseReader(withhold_usage=withhold_usage)
-        if withhold_usage:
+        details = self._details(decoded)
+        reader = SseReader(withhold_usage=withhold_usage, details=details)
+        if withhold_usage or details is not None:
             headers = drop_header(headers, b"content-length")
         await self._start(decoded.answer.status, headers)
         self._passes_events = True
@@ -151,6 +155,10 @@ class AnswerPasser:
             _note_body(decoded, held)
             if decoded.keep is not None:
                 decoded.keep(bytes(held))
+            details = self._details(decoded)
+            if details is not None:
+                held = bytearray(with_details(bytes(held), details))
+                headers = _with_length(headers, len(held))
         await self._start(answer.status, headers)
         await self._pass_rest(answer, bytes(held))
 
@@ -165,6 +173,13 @@ class AnswerPasser:
             await self._exchange.abort()
             raise
         await self._finish()
+
+    def _details(self, decoded: DecodeAnswer) -> bytes | None:
+        """What the usage is to say of the prompt, where another engine read it."""
+        leg = self._record.prefill_leg
+        if not self._tells_prefill or decoded.plan.prefill is None or leg is None:
+            return None
+        return leg.prompt_details
 
     async def _start(self, status: int, headers: Headers) -> None:
         self._record.status = status
@@ -230,6 +245,14 @@ def _is_event_stream(headers: Headers) -> bool:
     kind = find_header(headers, b"content-type") or b""
     encoding = find_header(headers, b"content-encoding") or b"identity"
     return kind.lower().startswith(b"text/event-stream") and encoding == b"identity"
+
+
+def _with_length(headers: Headers, length: int) -> Headers:
+    """The same headers; a length that they tell is this one."""
+    if find_header(headers, b"content-length") is None:
+        return headers
+    told = (b"content-length", str(length).encode())
+    return (*drop_header(headers, b"content-length"), told)
 
 
 def _note_body(decoded: DecodeAnswer, body: bytearray) -> None:

@@ -36,6 +36,7 @@ from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.rewrite import encode_body, with_usage
 from balancer.core.transfer_settings import NixlSettings
 from balancer.core.usage import prefill_fault, read_usage
+from balancer.core.usage_splice import render_details
 from indexer.core.types import Trust
 
 
@@ -201,6 +202,7 @@ def read_prefill(raw: bytes, leg: LegRecord) -> Mapping[str, Any]:
     fault = prefill_fault(answer)
     if fault is not None:
         raise NoTransferError(fault)
+    leg.prompt_details = render_details(answer.get("usage"))
     usage = read_usage(answer.get("usage"))
     if usage is not None:
         leg.prompt_tokens = usage.prompt_tokens

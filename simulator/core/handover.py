@@ -6,7 +6,7 @@ Rules, as each engine has them:
    are needed, else the prompt is computed here. Bidirectional: the same fields beside
    `do_remote_decode` are read, and a decode engine keeps its blocks, too.
 2. nixl_push: the decode side needs engine id, host, port and `tp_size` (the engine fails without).
-   Both sides meet by request id without its last eight digits.
+   Both sides meet by request id without its last eight digits, after 0.33 by `transfer_id`.
 3. mooncake: the decode side needs bootstrap address, engine id and transfer id, else the prompt is
    computed here, silently. The prefill side hands over only what ended by its length.
 4. moriio: the other's address comes from the request id or from fields (the engine fails without);
@@ -30,6 +30,7 @@ from simulator.core.transfer import SideChannel, TransferDirectory
 from simulator.core.types import Keep, RemotePrefill
 
 _FIRST_RELEASE_RANDOMIZING_IDS = (0, 14, 0)
+_FIRST_RELEASE_PUSHING_BY_TRANSFER = (0, 34, 0)
 _LENGTH = frozenset({"length"})
 _MORIIO_READ_ABORT_S = 3600.0
 _MORIIO_DEFER_S = 60.0
@@ -89,6 +90,8 @@ def _nixl(side: Side, request_id: str, params: Params) -> Handover:  # noqa: ARG
 
 def _nixl_push(side: Side, request_id: str, params: Params) -> Handover:
     key = request_id.rpartition("-")[0]
+    if side.settings.release >= _FIRST_RELEASE_PUSHING_BY_TRANSFER:
+        key = params.get("transfer_id") or key
     if params.get("do_remote_decode"):
         return Handover(keep=Keep(key=key, tells="push"))
     if not params.get("do_remote_prefill"):

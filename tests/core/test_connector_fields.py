@@ -153,7 +153,7 @@ def test_nixl_wants_both_ways_on_both_sides() -> None:
 
 
 def test_nixl_push_tells_decode_where_the_prefill_engine_listens() -> None:
-    """No blocks: they are the decode engine's own. The usual fields for the prefill engine."""
+    """No blocks: they are the decode engine's own. Both legs name the attempt's transfer."""
     source = one("p0", "nixl_push", engine_id="prefill-1", tp_size=2, pp_size=3)
 
     prefill, decode = legs(source, one("d0", "nixl_push", url="http://10.0.0.2:8000"))
@@ -165,6 +165,7 @@ def test_nixl_push_tells_decode_where_the_prefill_engine_listens() -> None:
         "remote_block_ids": None,
         "remote_host": None,
         "remote_port": None,
+        "transfer_id": f"xfer-{ATTEMPT}",
     }
     assert params(decode) == {
         "do_remote_prefill": True,
@@ -175,6 +176,7 @@ def test_nixl_push_tells_decode_where_the_prefill_engine_listens() -> None:
         "tp_size": 2,
         "pp_size": 3,
         "remote_request_id": f"abc-{ATTEMPT}",
+        "transfer_id": f"xfer-{ATTEMPT}",
     }
     assert prefill.request_id == decode.request_id == f"abc-{ATTEMPT}"
 

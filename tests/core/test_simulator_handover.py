@@ -123,6 +123,22 @@ def test_push_meets_by_request_id_without_its_random_end() -> None:
     assert read("nixl_push", {}) == Handover()
 
 
+def test_push_after_0_33_meets_by_its_transfer() -> None:
+    """Whatever the two ids are; without one they decide as before."""
+    named = {"transfer_id": "xfer-1"}
+    keep = read("nixl_push", KEEP | named, "cmpl-abc-0-89abcdef", version="0.34.0").keep
+    remote = read("nixl_push", PUSH | named, "cmpl-def-0-01234567", version="0.34.0").remote
+    unnamed = read("nixl_push", KEEP, version="0.34.0").keep
+    earlier = read("nixl_push", KEEP | named).keep
+
+    assert keep is not None
+    assert remote is not None
+    assert keep.key == remote.request_id == "xfer-1"
+    assert unnamed is not None
+    assert earlier is not None
+    assert unnamed.key == earlier.key == "cmpl-abc-0"
+
+
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
 def test_push_fails_with_a_field_missing(missing: str) -> None:
     """The engine reads it without asking."""

@@ -77,6 +77,7 @@ CASES = {
         keeps=False,  # so does the decode engine, for the next turn
     ),
     "nixl-push": Case(connector="nixl_push"),
+    "nixl-push-0.34": Case(connector="nixl_push", engine={"version": "0.34.0"}),
     "nixl-push-ranks": Case(connector="nixl_push", engine={"dp_size": 2}),
     "mooncake": Case(connector="mooncake", transfer=mooncake),
     "mooncake-ranks": Case(connector="mooncake", transfer=mooncake, engine={"dp_size": 2}),

@@ -1,0 +1,193 @@
+"""What can befall a simulated engine from outside: it is killed, hangs, or loses the network."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from simulator.core.history import Condition
+from simulator.core.settings import EngineSettings
+from simulator.service import FleetSpec, RunningEngine, RunningFleet, running_fleet
+
+FAST = EngineSettings(prefill_tokens_per_s=1e6, inter_token_ms=1.0, num_blocks=256)
+ASKED: dict[str, Any] = {"prompt": "a prompt of some length " * 4, "max_tokens": 8}
+LONG: dict[str, Any] = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[RunningFleet]:
+    async with running_fleet(FleetSpec.parse("1p1d"), engine=FAST) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+        yield client
+
+
+async def complete(client: httpx.AsyncClient, engine: RunningEngine, **body: Any) -> httpx.Response:
+    return await client.post(f"{engine.url}/v1/completions", json=ASKED | body)
+
+
+async def test_a_frozen_engine_accepts_and_says_nothing_until_it_goes_on(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """Also /health; what was asked meanwhile is answered then."""
+    engine = fleet.engines[1]
+    engine.freeze()
+    with pytest.raises(httpx.ReadTimeout):
+        await client.get(f"{engine.url}/health", timeout=0.2)
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(complete(client, engine))
+        await asyncio.sleep(0.05)
+        was_done = asked.done()
+        engine.thaw()
+
+    assert not was_done
+    assert asked.result().status_code == 200
+
+
+async def test_a_stream_stands_still_with_its_engine(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """Not a token comes, nor is one computed; then it goes on without a loss."""
+    engine = fleet.engines[1]
+    body = {**LONG, "max_tokens": 60}
+    async with client.stream("POST", f"{engine.url}/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        engine.freeze()
+        await asyncio.sleep(0.1)  # steps and bytes that were under way
+        before = engine.engine.ranks[0].core.statistics.steps
+        await asyncio.sleep(0.1)
+        after = engine.engine.ranks[0].core.statistics.steps
+        engine.thaw()
+        rest = [line async for line in lines if line.startswith("data: {")]
+
+    assert before == after
+    assert len(rest) == 59
+
+
+async def test_a_frozen_engine_can_be_killed(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """Its connections break at once, and its next life answers."""
+    engine = fleet.engines[1]
+    engine.freeze()
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(fails(client, engine))
+        await asyncio.sleep(0.05)
+        await fleet.restart(engine)
+
+    assert asked.result()
+    assert (await complete(client, engine)).status_code == 200
+
+
+async def fails(client: httpx.AsyncClient, engine: RunningEngine) -> bool:
+    """Ask; True if the connection broke."""
+    try:
+        await complete(client, engine)
+    except httpx.TransportError:
+        return True
+    return False
+
+
+async def test_an_engine_that_is_cut_off_lives_on(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """Refused, its streams broken; its caches and its id are there when it is back."""
+    engine = fleet.engines[1]
+    await complete(client, engine)
+    before = engine.engine
+    async with client.stream("POST", f"{engine.url}/v1/completions", json=LONG) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        await engine.cut_off()
+        with pytest.raises(httpx.TransportError):
+            async for _ in lines:
+                pass
+    refused = await fails(client, engine)
+    await engine.connect()
+    again = await complete(client, engine)
+
+    assert refused
+    assert engine.engine is before
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 80
+
+
+async def test_an_engine_that_is_cut_off_can_be_killed(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """Its next life is reached."""
+    engine = fleet.engines[1]
+    await engine.cut_off()
+    await fleet.restart(engine)
+
+    assert (await complete(client, engine)).status_code == 200
+
+
+async def test_cut_connections_are_made_anew(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """What is open breaks; the next request is served."""
+    engine = fleet.engines[1]
+    async with client.stream("POST", f"{engine.url}/v1/completions", json=LONG) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        engine.cut()
+        with pytest.raises(httpx.TransportError):
+            async for _ in lines:
+                pass
+
+    assert (await complete(client, engine)).status_code == 200
+
+
+async def test_the_fleet_keeps_account_of_what_befell_whom(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """And of each request: which engine had it, and how it ended."""
+    prefill, decode = fleet.engines
+    await client.post(f"{decode.url}/v1/completions", json=ASKED, headers={"x-request-id": "one"})
+    await complete(client, decode, model="nobody")
+    decode.freeze()
+    frozen = fleet.history.condition("d0", time.monotonic())
+    decode.thaw()
+    await decode.cut_off()
+    await decode.connect()
+    await fleet.stop(decode)
+
+    assert frozen is Condition.FROZEN
+    assert [change.what for change in fleet.history.changes if change.engine == "d0"] == [
+        *("started", "frozen", "thawed", "cut_off", "connected", "killed")
+    ]
+    assert [(each.engine, each.request_id, each.outcome) for each in fleet.history.attempts] == [
+        ("d0", "one", "complete"),
+        ("d0", "", "refused"),
+    ]
+    assert prefill.name == "p0"
+
+
+async def test_counts_outlive_the_engine_that_made_them(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """A decode engine that couldn't load says so, and still does after its end."""
+    decode = fleet.engines[1]
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "nobody",
+        "remote_block_ids": [1],
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+    }
+    failed = await complete(client, decode, kv_transfer_params=params)
+    alive = decode.counts
+    await fleet.restart(decode)
+
+    assert failed.status_code == 500
+    assert alive.failed_loads == 1
+    assert decode.counts == alive
+    assert [each.outcome for each in fleet.history.attempts] == ["failed"]
