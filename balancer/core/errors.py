@@ -9,18 +9,23 @@ BalancerError
 │   ├── NoInstanceError 503       no enabled, healthy instance of the model and role
 │   ├── OverloadedError 503       all of them are full; carries Retry-After
 │   └── ChangesLostError 503      a change of the fleet can't be kept now
-├── EngineError           an engine failed us
-│   ├── EngineUnreachableError 502   before the engine could see the request: retry is safe
-│   ├── EngineClosedError 502        closed before the first byte of its answer: retry is safe
+├── EngineError           an engine failed us: as long as the client has no byte another may be tried
+│   ├── EngineUnreachableError 502   before the engine could see the request
+│   ├── EngineClosedError 502        closed before the first token of its answer
 │   ├── EngineTimeoutError 504       connect, first-byte or idle limit passed
-│   │   └── ConnectTimeoutError 504  no connection in time: retry is safe
+│   │   ├── ConnectTimeoutError 504  no connection in time
+│   │   └── EngineLostError 504      it stopped answering its probes, too, before its first byte
 │   ├── EngineProtocolError 502      its bytes were not HTTP
 │   ├── EngineRefusedError (status of the engine)   it answered 4xx/5xx before any byte went out
-│   └── StreamCutError 502           it died after the first byte: never retried
+│   ├── HandOverFailedError 502      it couldn't load what another engine had computed
+│   └── StreamCutError 502           it died in the middle of its answer
 ├── LeaseEndedError 503     the decode leg came too late for the blocks of its prefill leg
 ├── PrefillFailedError 503  no prefill leg succeeded and local prefill isn't allowed
 └── ClientGoneError 499     the client went away; nothing is answered
 """
+
+_ELSEWHERE = frozenset({500, 502, 503, 504})
+"""Statuses of an engine after which another one may do better."""
 
 
 class BalancerError(Exception):
@@ -160,23 +165,22 @@ class ChangesLostError(FleetError):
 
 
 class EngineError(BalancerError):
-    """An engine failed."""
+    """An engine failed. Generating has no effect but its answer: it may be done again."""
 
     status = 502
+    retryable = True
     type = "BadGatewayError"
 
 
 class EngineUnreachableError(EngineError):
     """The connection failed before the engine could see the request."""
 
-    retryable = True
     code = "engine_unreachable"
 
 
 class EngineClosedError(EngineError):
-    """The engine closed or reset the connection before the first byte of its answer."""
+    """The engine closed or reset the connection before the first token of its answer."""
 
-    retryable = True
     code = "engine_closed"
 
 
@@ -191,8 +195,13 @@ class EngineTimeoutError(EngineError):
 class ConnectTimeoutError(EngineTimeoutError):
     """No connection within the connect limit, so the engine saw nothing."""
 
-    retryable = True
     code = "connect_timeout"
+
+
+class EngineLostError(EngineTimeoutError):
+    """The engine doesn't answer its probes any more; nothing of its answer has come."""
+
+    code = "engine_lost"
 
 
 class EngineProtocolError(EngineError):
@@ -204,7 +213,7 @@ class EngineProtocolError(EngineError):
 class EngineRefusedError(EngineError):
     """The engine answered 4xx or 5xx. Its answer reaches the client as it is.
 
-    A 503 asks for another instance (full queue, paused), so that one may be retried.
+    A 503 asks for another instance (full queue, paused), 500, 502 and 504 say that this one can't.
     """
 
     code = "engine_refused"
@@ -214,14 +223,20 @@ class EngineRefusedError(EngineError):
     ) -> None:
         super().__init__(f"the engine answered {status}")
         self.status = status
-        self.retryable = status == 503
+        self.retryable = status in _ELSEWHERE
         self.headers = headers
         self.body = body
         self.alias = alias
 
 
+class HandOverFailedError(EngineError):
+    """The engine couldn't load what another had computed. Both legs may run again elsewhere."""
+
+    code = "hand_over_failed"
+
+
 class StreamCutError(EngineError):
-    """The engine died in the middle of its answer. The client has bytes already: no retry."""
+    """The engine died in the middle of its answer."""
 
     code = "stream_cut"
 

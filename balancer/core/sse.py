@@ -134,7 +134,7 @@ class SseReader:
         return data[len(tail) : match.end()], data[match.end() :]
 
     def _on_event(self, event: bytes) -> bytes:
-        data = _data_of(event)
+        data = data_of(event)
         if data is None:
             if not self._held:
                 return event
@@ -188,11 +188,11 @@ def is_opening(data: bytes) -> bool:
 
 
 def _shows_token(event: bytes) -> bool:
-    data = _data_of(event)
+    data = data_of(event)
     return data is not None and not is_opening(data)
 
 
-def _data_of(event: bytes) -> bytes | None:
-    """Return the event's data, None if it has none (a comment, a lone blank line)."""
+def data_of(event: bytes) -> bytes | None:
+    """Return an event's data, None if it has none (a comment, a lone blank line)."""
     lines = [line[5:] for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None

@@ -24,6 +24,7 @@ from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.sse import SseReader
 from balancer.core.usage import Usage, decode_head, read_usage
 from balancer.core.usage_splice import with_details
+from balancer.dataplane.beginnings import is_event_stream
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.legs import DecodeAnswer
@@ -52,7 +53,7 @@ class AnswerPasser:
     async def pass_generated(self, decoded: DecodeAnswer, *, withhold_usage: bool) -> None:
         """Pass on the answer to a chat or completions request."""
         headers = self._answer_headers(decoded.answer.headers, plan_headers(decoded.plan))
-        if _is_event_stream(decoded.answer.headers):
+        if is_event_stream(decoded.answer.headers):
             await self._pass_events(decoded, headers, withhold_usage=withhold_usage)
         else:
             await self._pass_whole(decoded, headers)
@@ -239,12 +240,6 @@ def plan_headers(plan: RoutePlan) -> Headers:
     headers = (*headers, (b"x-kvlb-trust", source.trust.value.encode()))
     overlap = max(source.overlap_tokens, source.predicted_tokens)
     return (*headers, (b"x-kvlb-overlap-tokens", str(overlap).encode()))
-
-
-def _is_event_stream(headers: Headers) -> bool:
-    kind = find_header(headers, b"content-type") or b""
-    encoding = find_header(headers, b"content-encoding") or b"identity"
-    return kind.lower().startswith(b"text/event-stream") and encoding == b"identity"
 
 
 def _with_length(headers: Headers, length: int) -> Headers:

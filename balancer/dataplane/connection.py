@@ -22,6 +22,7 @@ import httptools
 from balancer.core.errors import (
     EngineClosedError,
     EngineError,
+    EngineLostError,
     EngineProtocolError,
     EngineTimeoutError,
     StreamCutError,
@@ -49,7 +50,7 @@ class UpstreamAnswer:
         self._waiter: asyncio.Future[None] | None = None
         self._idle_timeout_s = idle_timeout_s
         self._limit_s = first_byte_timeout_s
-        self._has_body = False
+        self.has_body = False
         self._arrived_s = self._loop.time()
         self._timer = self._loop.call_later(first_byte_timeout_s, self._look_for_silence)
 
@@ -98,8 +99,8 @@ class UpstreamAnswer:
         self._chunks.append(chunk)
         self._buffered_bytes += len(chunk)
         self._arrived_s = self._loop.time()
-        if not self._has_body:
-            self._has_body = True
+        if not self.has_body:
+            self.has_body = True
             self._limit_s = self._idle_timeout_s
             self._timer.cancel()
             self._timer = self._loop.call_later(self._limit_s, self._look_for_silence)
@@ -200,6 +201,12 @@ class Connection(asyncio.Protocol):
         """Break the connection at once, unsent bytes and all."""
         if self._transport is not None:
             self._transport.abort()
+
+    def give_up(self) -> None:
+        """Break it if nothing of its answer's body has come."""
+        if self._answer is not None and not self._answer.has_body:
+            self._answer.on_error(EngineLostError("the engine doesn't answer any more"))
+            self.abort()
 
     def close(self) -> None:
         if self._transport is not None:

@@ -24,9 +24,9 @@ from balancer.core.http_headers import Headers, find_header
 from balancer.core.model_lookup import find_model
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.dataplane.answers import AnswerPasser
+from balancer.dataplane.beginnings import MAX_ERROR_BYTES
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.leg_sender import LegSender
-from balancer.dataplane.legs import MAX_ERROR_BYTES
 from indexer.core.types import InstanceId
 
 

@@ -5,10 +5,9 @@ from contextlib import contextmanager
 
 from balancer.core.errors import (
     BalancerError,
-    EngineClosedError,
     EngineError,
     EngineRefusedError,
-    StreamCutError,
+    HandOverFailedError,
 )
 from balancer.core.fleet import Instance
 from balancer.core.http_headers import Headers, drop_header
@@ -92,18 +91,7 @@ class LegSender:
 
     def _report(self, instance: Instance, error: BalancerError) -> None:
         """An engine that refuses is well; what isn't the engine's fault says nothing of it."""
-        if isinstance(error, EngineRefusedError):
+        if isinstance(error, EngineRefusedError | HandOverFailedError):
             self._report_health(instance.id, True, None)
         elif isinstance(error, EngineError):
             self._report_health(instance.id, False, error.code)
-
-
-async def first_chunk(answer: UpstreamAnswer) -> bytes:
-    """Wait for the body's beginning: engines send a stream's 200 before they compute anything."""
-    try:
-        first = await answer.next_chunk()
-    except StreamCutError as error:
-        raise EngineClosedError("the engine left before its answer's first byte") from error
-    if not first and answer.status == 200:
-        raise EngineClosedError("the engine answered 200 without a body")
-    return first

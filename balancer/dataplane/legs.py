@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Nothing goes to the client before the answering engine's first bytes are here, so a failure up
+1. Nothing goes to the client before the answering engine's first token is here, so a failure up
    to then still has its right status, or another instance.
 2. Another instance is tried for errors that say so (`retryable`), at most `retries` times.
 3. A decode leg that would be on its way only after the prefill engine's lease isn't sent: both run
@@ -46,6 +46,7 @@ from balancer.core.load import LegGuard
 from balancer.core.plan import Candidate, RoutePlan
 from balancer.core.record import LegRecord
 from balancer.core.rewrite import encode_body
+from balancer.dataplane.beginnings import check_status, good_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.jobs import (
     Job,
@@ -63,11 +64,10 @@ from balancer.dataplane.jobs import (
     take_turn,
     whole_leg,
 )
-from balancer.dataplane.leg_sender import LegSender, first_chunk
+from balancer.dataplane.leg_sender import LegSender
 from balancer.routing.router import Route, Router
 from indexer.core.types import RankId
 
-MAX_ERROR_BYTES = 16 * 1024 * 1024
 MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
 
 
@@ -277,7 +277,7 @@ class Legs:
                 answer = await self._send(job, choice.candidate, body, headers)
                 answered_s = self._clock()
                 try:
-                    await self._check_status(answer, leg)
+                    await check_status(answer, leg)
                     raw = await answer.read(MAX_PREFILL_ANSWER_BYTES)
                 finally:
                     answer.close()
@@ -307,6 +307,7 @@ class Legs:
                 raise LeaseEndedError("the prefill engine's blocks may be gone")
 
         loads = request.body is not job.request.body
+        is_handed = loads or route.plan.prefill is not None
         if route.plan.prefill is None:
             request = self._settled(job, request, candidate)
         with self._recorded(job, route, "decode", loads=loads) as leg:
@@ -318,8 +319,7 @@ class Legs:
                 on_ready=check_lease,
             )
             try:
-                await self._check_status(answer, leg)
-                first = await first_chunk(answer)
+                first = await good_beginning(answer, leg, is_handed=is_handed)
                 leg.first_byte_s = self._clock()
                 await deliver(
                     DecodeAnswer(
@@ -365,12 +365,6 @@ class Legs:
         return await self._sender.send(
             candidate.instance, "POST", target, tuple(headers), body, on_ready=on_ready
         )
-
-    async def _check_status(self, answer: UpstreamAnswer, leg: LegRecord) -> None:
-        leg.status = answer.status
-        if answer.status >= 400:
-            body = await answer.read(MAX_ERROR_BYTES)
-            raise EngineRefusedError(answer.status, answer.headers, body, alias=leg.alias)
 
     @contextmanager
     def _recorded(self, job: Job, route: Route, kind: str, *, loads: bool) -> Iterator[LegRecord]:

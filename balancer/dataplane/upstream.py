@@ -104,6 +104,12 @@ class Upstream:
                 connection.close()
             pool.idle.clear()
 
+    def give_up(self, base_url: str) -> None:
+        """Nobody answers there any more: who waits for an answer's first byte waits in vain."""
+        pool = self._pools.get(base_url)
+        for connection in list(pool.used) if pool is not None else ():
+            connection.give_up()
+
     async def close(self) -> None:
         """Break every connection."""
         for pool in self._pools.values():

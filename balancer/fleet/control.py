@@ -30,6 +30,8 @@ from balancer.fleet.routes import AdminSurface, admin_routes
 from indexer.core.types import InstanceId
 
 _RESTART_S = 1.0
+_SILENT = frozenset({"probe_timeout", "connect_timeout"})
+"""Reasons by which an engine, or its host, hangs. One that refuses connections may finish what runs."""
 
 _logger = structlog.stdlib.get_logger(__name__)
 
@@ -76,6 +78,7 @@ class FleetControl:
         self._links = links
         self._went_away: set[InstanceId] = set()
         """Were put to sleep, and then not well."""
+        self._silent: set[InstanceId] = set()
         self._clock = clock
         self._settings = config.registration
         self._book = None if self._settings is None else RegistrationBook(self._settings)
@@ -119,7 +122,14 @@ class FleetControl:
         return admin_routes(surface, admin)
 
     def on_fleet(self, fleet: Fleet) -> None:
-        """See a new snapshot. Who was put to sleep, went away and is well again is awake."""
+        """See a new snapshot. Who was put to sleep, went away and is well again is awake.
+
+        Who falls silent is not waited for any more.
+        """
+        silent = {each.id for each in fleet.instances if each.unhealthy_reason in _SILENT}
+        for each in silent - self._silent:
+            self._upstream.give_up(each)
+        self._silent = silent
         asleep = {each.id for each in fleet.instances if each.hold == Hold.ASLEEP}
         self._went_away &= asleep
         self._went_away |= {each.id for each in fleet.instances if not each.healthy} & asleep

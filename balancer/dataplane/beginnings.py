@@ -1,0 +1,85 @@
+"""The beginning of an engine's answer: what has to be seen of it before its client gets a byte.
+
+Rules:
+
+1. An error status is the engine's refusal, with its body.
+2. Of an event stream whatever comes before the first token waits for it: engines send a 200, and
+   some a chat's opening, before they have computed or loaded anything. A stream that ends or
+   begins with an error there has failed like any answer, so another instance may be tried.
+3. An engine that was handed blocks, and fails with 500, couldn't load them: nobody knows whose fault
+   that is, and its words would tell its client nothing.
+"""
+
+from typing import Final
+
+import msgspec
+
+from balancer.core.errors import (
+    EngineClosedError,
+    EngineRefusedError,
+    HandOverFailedError,
+    StreamCutError,
+)
+from balancer.core.http_headers import Headers, find_header
+from balancer.core.record import LegRecord
+from balancer.core.stream_beginning import StreamError, read_beginning
+from balancer.dataplane.connection import UpstreamAnswer
+
+MAX_ERROR_BYTES: Final = 16 * 1024 * 1024
+_JSON: Final = ((b"content-type", b"application/json"),)
+_LOAD_FAILED: Final = 500
+
+
+async def check_status(answer: UpstreamAnswer, leg: LegRecord) -> None:
+    """Raise EngineRefusedError if the engine refuses."""
+    leg.status = answer.status
+    if answer.status >= 400:
+        body = await answer.read(MAX_ERROR_BYTES)
+        raise EngineRefusedError(answer.status, answer.headers, body, alias=leg.alias)
+
+
+async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: bool) -> bytes:
+    """Wait for the first bytes of a good answer. Raises EngineError.
+
+    `is_handed`: the leg loads what another engine computed.
+    """
+    try:
+        await check_status(answer, leg)
+        return await _first_bytes(answer, leg)
+    except EngineRefusedError as error:
+        if is_handed and error.status == _LOAD_FAILED:
+            raise HandOverFailedError("the prompt could not be handed over") from error
+        raise
+
+
+async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord) -> bytes:
+    held = await _next_chunk(answer)
+    if not held and answer.status == 200:
+        raise EngineClosedError("the engine answered 200 without a body")
+    if not is_event_stream(answer.headers):
+        return held
+    told = read_beginning(held)
+    while not told:
+        chunk = await _next_chunk(answer)
+        if not chunk:
+            break  # an empty stream is the engine's to send
+        held += chunk
+        told = read_beginning(held)
+    if isinstance(told, StreamError):
+        body = msgspec.json.encode(told.body)
+        raise EngineRefusedError(told.status, _JSON, body, alias=leg.alias)
+    return held
+
+
+async def _next_chunk(answer: UpstreamAnswer) -> bytes:
+    try:
+        return await answer.next_chunk()
+    except StreamCutError as error:
+        raise EngineClosedError("the engine left before its answer's first token") from error
+
+
+def is_event_stream(headers: Headers) -> bool:
+    """Tell an event stream that can be read."""
+    kind = find_header(headers, b"content-type") or b""
+    encoding = find_header(headers, b"content-encoding") or b"identity"
+    return kind.lower().startswith(b"text/event-stream") and encoding == b"identity"

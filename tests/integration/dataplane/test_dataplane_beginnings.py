@@ -1,0 +1,199 @@
+"""As long as its client has no word of an answer, a failure is another instance's chance."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.fleet import Role
+
+COMPLETIONS = "/v1/completions"
+DONE = b"data: [DONE]\n\n"
+TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
+OPENING = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+FAILED = b'data: {"error":{"message":"not loaded","type":"InternalServerError","code":500}}\n\n'
+PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1]}
+
+
+def request(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": list(range(1000))} | fields
+
+
+async def answer_ok(received: Any, wire: Any) -> None:
+    if received.json.get("stream"):
+        await wire.events(TOKEN, DONE)
+    else:
+        await wire.json({"choices": [{"text": "a"}]})
+
+
+async def prefill_ok(received: Any, wire: Any) -> None:
+    await wire.json({"choices": [], "kv_transfer_params": PARAMS})
+
+
+async def stay_silent(received: Any, wire: Any) -> None:
+    await received.gone.wait()
+
+
+async def open_and_die(received: Any, wire: Any) -> None:
+    await wire.head(content_type="text/event-stream")
+    await wire.chunk(OPENING)
+    wire.reset()
+
+
+async def open_and_stall(received: Any, wire: Any) -> None:
+    await wire.head(content_type="text/event-stream")
+    await wire.chunk(OPENING)
+    await received.gone.wait()
+
+
+async def open_and_fail(received: Any, wire: Any) -> None:
+    await wire.events(OPENING, FAILED, DONE)
+
+
+async def fail_at_once(received: Any, wire: Any) -> None:
+    await wire.events(FAILED, DONE)
+
+
+async def cut_short(received: Any, wire: Any) -> None:
+    await wire.raw(b'HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"half')
+    wire.reset()
+
+
+async def refuse(received: Any, wire: Any) -> None:
+    await wire.json({"error": {"message": "no"}}, 500)
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [
+        pytest.param(open_and_die, True, id="dies-behind-its-opening"),
+        pytest.param(open_and_stall, True, id="stalls-behind-its-opening"),
+        pytest.param(open_and_fail, True, id="fails-behind-its-opening"),
+        pytest.param(fail_at_once, True, id="begins-with-an-error"),
+        pytest.param(stay_silent, True, id="silent-stream"),
+        pytest.param(stay_silent, False, id="silent"),
+        pytest.param(cut_short, False, id="cut-while-held"),
+        pytest.param(refuse, False, id="500"),
+    ],
+)
+async def test_a_failure_that_nobody_saw_is_repeated_elsewhere(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, fault: Any, stream: bool
+) -> None:
+    """The client gets the other instance's answer, and nothing of the first one's."""
+    settings = DataPlaneSettings(first_byte_timeout_s=0.3, idle_timeout_s=0.3)
+    async with (
+        engine(fault) as bad,
+        engine(answer_ok) as good,
+        balancer(instance(bad, "e0"), instance(good, "e1"), settings=settings) as proxy,
+    ):
+        answers = [
+            await client.post(proxy.url + COMPLETIONS, json=request(stream=stream))
+            for _ in range(2)
+        ]
+
+    assert bad.received
+    assert [each.headers["x-kvlb-instance"] for each in answers] == ["e1", "e1"]
+    if stream:
+        assert {each.content for each in answers} == {TOKEN + DONE}
+
+
+async def test_an_opening_comes_with_the_first_token(
+    engine: Any, balancer: Any, instance: Any, raw_client: Any
+) -> None:
+    """Not before it, and not a byte of it is lost."""
+    computed = asyncio.Event()
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.head(content_type="text/event-stream")
+        await wire.chunk(OPENING)
+        await computed.wait()
+        await wire.chunk(TOKEN)
+        await wire.chunk(DONE)
+        await wire.end()
+
+    async with (
+        engine(script) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
+    ):
+        await client.post(COMPLETIONS, request(stream=True))
+        await fake.wait_for_requests(1)
+        computed.set()
+        passed = await client.read_until(DONE)
+
+    assert passed.index(OPENING) < passed.index(TOKEN) < passed.index(DONE)
+
+
+@pytest.mark.parametrize("code", [500, 400])
+async def test_a_stream_that_begins_with_an_error_is_an_error(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, code: int
+) -> None:
+    """Where nobody else is left: the engine's own words, under the status they name (F43)."""
+    error = {"error": {"message": "m", "type": "T", "param": None, "code": code}}
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.events(b"data: " + json.dumps(error).encode() + b"\n\n", DONE)
+
+    async with engine(script) as fake, balancer(instance(fake)) as proxy:
+        answer = await client.post(proxy.url + COMPLETIONS, json=request(stream=True))
+
+    assert (answer.status_code, answer.json()) == (code, error)
+    assert answer.headers["content-type"] == "application/json"
+    assert len(fake.received) == 1
+
+
+@pytest.mark.parametrize("fault", [refuse, fail_at_once], ids=["status", "event"])
+async def test_a_hand_over_that_failed_is_a_502_and_nobodys_fault(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, fault: Any
+) -> None:
+    """The decode engine couldn't load: it may be the other's fault, so its health is not doubted."""
+    async with engine(prefill_ok) as p, engine(fault) as d:
+        fleet = [
+            instance(p, "p0", role=Role.PREFILL, connector="nixl"),
+            instance(d, "d0", role=Role.DECODE, connector="nixl"),
+        ]
+        async with balancer(*fleet) as proxy:
+            answer = await client.post(proxy.url + COMPLETIONS, json=request(stream=True))
+            health = dict((url, ok) for url, ok, _ in proxy.health)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "hand_over_failed")
+    assert health == {p.url: True, d.url: True}
+
+
+async def test_who_waits_for_an_engine_that_is_given_up_is_served_elsewhere(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Long before the limit of the first byte. An answer that has begun goes on."""
+    goes_on = asyncio.Event()
+
+    async def begin(received: Any, wire: Any) -> None:
+        await wire.head(content_type="text/event-stream")
+        await wire.chunk(TOKEN)
+        await goes_on.wait()
+        await wire.chunk(DONE)
+        await wire.end()
+
+    async with (
+        engine(begin) as bad,
+        engine(answer_ok) as good,
+        balancer(instance(bad, "e0"), instance(good, "e1")) as proxy,
+        asyncio.TaskGroup() as group,
+    ):
+        streaming = group.create_task(
+            client.post(proxy.url + COMPLETIONS, json=request(stream=True))
+        )
+        await bad.wait_for_requests(1)
+        bad.script = stay_silent
+        await client.post(proxy.url + COMPLETIONS, json=request())  # e1's turn
+        waiting = group.create_task(client.post(proxy.url + COMPLETIONS, json=request()))
+        await bad.wait_for_requests(2)
+        proxy.upstream.give_up(bad.url)
+        answer = await waiting
+        goes_on.set()
+        begun = await streaming
+
+    assert answer.headers["x-kvlb-instance"] == "e1"
+    assert begun.content == TOKEN + DONE
