@@ -19,7 +19,7 @@ BalancerError
 │   ├── EngineRefusedError (status of the engine)   it answered 4xx/5xx before any byte went out
 │   ├── HandOverFailedError 502      it couldn't load what another engine had computed
 │   └── StreamCutError 502           it died in the middle of its answer
-├── LeaseEndedError 503     the decode leg came too late for the blocks of its prefill leg
+├── LeaseEndedError 503     the blocks of its prefill leg may be gone, or read already
 ├── PrefillFailedError 503  no prefill leg succeeded and local prefill isn't allowed
 └── ClientGoneError 499     the client went away; nothing is answered
 """
@@ -242,7 +242,10 @@ class StreamCutError(EngineError):
 
 
 class LeaseEndedError(BalancerError):
-    """What the prefill engine kept may be gone: both legs have to run again. Nobody's fault."""
+    """What the prefill engine kept may be gone, or have been read: both legs have to run again.
+
+    Nobody's fault.
+    """
 
     status = 503
     retryable = True

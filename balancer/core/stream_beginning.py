@@ -18,7 +18,7 @@ from typing import Any, Final
 from balancer.core.sse import data_of, is_opening
 from balancer.core.usage import decode_head
 
-_EVENT: Final = re.compile(rb"(?s:.*?)(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_EVENT_END: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LONGEST_BYTES: Final = 64 * 1024
 _USUAL_STATUS: Final = 500
 
@@ -34,8 +34,10 @@ class StreamError:
 
 def read_beginning(held: bytes) -> StreamError | bool:
     """Tell whether these first bytes say something; the error, if that is what they say."""
-    for found in _EVENT.finditer(held):
-        data = data_of(found[0])
+    start = 0
+    for end in _EVENT_END.finditer(held):
+        data = data_of(held[start : end.end()])
+        start = end.end()
         if data is not None and not is_opening(data):
             return _error_in(data) or True
     return len(held) > _LONGEST_BYTES

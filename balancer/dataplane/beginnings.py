@@ -1,4 +1,4 @@
-"""The beginning of an engine's answer: what has to be seen of it before its client gets a byte.
+"""The beginnings of a leg: when it may be written, and what of its answer has to be seen first.
 
 Rules:
 
@@ -6,10 +6,13 @@ Rules:
 2. Of an event stream whatever comes before the first token waits for it: engines send a 200, and
    some a chat's opening, before they have computed or loaded anything. A stream that ends or
    begins with an error there has failed like any answer, so another instance may be tried.
-3. An engine that was handed blocks, and fails with 500, couldn't load them: nobody knows whose fault
+3. Blocks are handed over once. A leg that loads them is not written a second time, on whatever
+   connection: the first may have been read, and who reads after that reads something else.
+4. An engine that was handed blocks, and fails with 500, couldn't load them: nobody knows whose fault
    that is, and its words would tell its client nothing.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -18,6 +21,7 @@ from balancer.core.errors import (
     EngineClosedError,
     EngineRefusedError,
     HandOverFailedError,
+    LeaseEndedError,
     StreamCutError,
 )
 from balancer.core.http_headers import Headers, find_header
@@ -28,6 +32,25 @@ from balancer.dataplane.connection import UpstreamAnswer
 MAX_ERROR_BYTES: Final = 16 * 1024 * 1024
 _JSON: Final = ((b"content-type", b"application/json"),)
 _LOAD_FAILED: Final = 500
+
+
+class Readiness:
+    """Whether one leg may be written now. One per leg; asked each time a connection is there."""
+
+    def __init__(self, *, clock: Callable[[], float], by_s: float | None, is_handed: bool) -> None:
+        """`is_handed`: the leg loads what another engine computed, at the latest by `by_s`."""
+        self._clock = clock
+        self._by_s = by_s
+        self._is_handed = is_handed
+        self._is_written = False
+
+    def check(self) -> None:
+        """Raise LeaseEndedError if its blocks may be gone."""
+        if self._by_s is not None and self._clock() > self._by_s:
+            raise LeaseEndedError("the prefill engine's blocks may be gone")
+        if self._is_handed and self._is_written:
+            raise LeaseEndedError("the prefill engine's blocks may have been read")
+        self._is_written = True
 
 
 async def check_status(answer: UpstreamAnswer, leg: LegRecord) -> None:

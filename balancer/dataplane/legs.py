@@ -5,8 +5,8 @@ Rules:
 1. Nothing goes to the client before the answering engine's first token is here, so a failure up
    to then still has its right status, or another instance.
 2. Another instance is tried for errors that say so (`retryable`), at most `retries` times.
-3. A decode leg that would be on its way only after the prefill engine's lease isn't sent: both run
-   again. Nobody is blamed.
+3. A decode leg that would be on its way only after the prefill engine's lease isn't sent, nor one
+   that an engine may have begun already: both legs run again. Nobody is blamed.
 4. A failed prefill leg is repeated on another prefill instance as long as the router offers one,
    then the decode instance does it all, or the request fails with 503, as the operator chose.
    What the client got wrong (4xx of the prefill engine) is its answer: decode never starts.
@@ -46,7 +46,7 @@ from balancer.core.load import LegGuard
 from balancer.core.plan import Candidate, RoutePlan
 from balancer.core.record import LegRecord
 from balancer.core.rewrite import encode_body
-from balancer.dataplane.beginnings import check_status, good_beginning
+from balancer.dataplane.beginnings import Readiness, check_status, good_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.jobs import (
     Job,
@@ -274,7 +274,10 @@ class Legs:
                 request = self._settled(job, connector.prefill_leg(context), choice.candidate)
                 body = encode_body(request.body)
                 headers = leg_headers(job, request)
-                answer = await self._send(job, choice.candidate, body, headers)
+                ready = Readiness(clock=self._clock, by_s=None, is_handed=loads)
+                answer = await self._send(
+                    job, choice.candidate, body, headers, on_ready=ready.check
+                )
                 answered_s = self._clock()
                 try:
                     await check_status(answer, leg)
@@ -302,12 +305,9 @@ class Legs:
         """Run the answering leg to its last byte. It isn't sent later than `by_s`."""
         candidate = route.plan.decode.candidate
 
-        def check_lease() -> None:
-            if by_s is not None and self._clock() > by_s:
-                raise LeaseEndedError("the prefill engine's blocks may be gone")
-
         loads = request.body is not job.request.body
         is_handed = loads or route.plan.prefill is not None
+        ready = Readiness(clock=self._clock, by_s=by_s, is_handed=is_handed)
         if route.plan.prefill is None:
             request = self._settled(job, request, candidate)
         with self._recorded(job, route, "decode", loads=loads) as leg:
@@ -316,7 +316,7 @@ class Legs:
                 candidate,
                 leg_body(job, request),
                 leg_headers(job, request),
-                on_ready=check_lease,
+                on_ready=ready.check,
             )
             try:
                 first = await good_beginning(answer, leg, is_handed=is_handed)

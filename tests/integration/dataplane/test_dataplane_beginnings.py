@@ -164,9 +164,33 @@ async def test_a_hand_over_that_failed_is_a_502_and_nobodys_fault(
 
 
 async def test_who_waits_for_an_engine_that_is_given_up_is_served_elsewhere(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, raw_client: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
 ) -> None:
-    """Long before the limit of the first byte. An answer that has begun goes on."""
+    """Long before the limit of the first byte."""
+    async with (
+        engine(stay_silent) as one,
+        engine(stay_silent) as other,
+        balancer(instance(one, "e0"), instance(other, "e1")) as proxy,
+    ):
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(client.post(proxy.url + COMPLETIONS, json=request()))
+            async with asyncio.timeout(5):
+                while not (asked := one.received + other.received):  # noqa: ASYNC110 - either of two
+                    await asyncio.sleep(0.001)
+            silent, well = (one, other) if one.received else (other, one)
+            well.script = answer_ok
+            proxy.upstream.give_up(silent.url)
+        (record,) = await proxy.wait_for_records(1)
+
+    assert waiting.result().status_code == 200
+    assert len(asked) == 1
+    assert [leg.error for leg in record.legs] == ["engine_lost", None]
+
+
+async def test_an_answer_that_has_begun_is_not_given_up(
+    engine: Any, balancer: Any, instance: Any, raw_client: Any
+) -> None:
+    """Its limit is that of silence; nobody was ever spoken to at another address."""
     goes_on = asyncio.Event()
 
     async def begin(received: Any, wire: Any) -> None:
@@ -177,21 +201,51 @@ async def test_who_waits_for_an_engine_that_is_given_up_is_served_elsewhere(
         await wire.end()
 
     async with (
-        engine(begin) as bad,
-        engine(answer_ok) as good,
-        balancer(instance(bad, "e0"), instance(good, "e1")) as proxy,
-        raw_client(proxy) as streaming,
-        asyncio.TaskGroup() as group,
+        engine(begin) as fake,
+        balancer(instance(fake)) as proxy,
+        raw_client(proxy) as client,
     ):
-        await streaming.post(COMPLETIONS, request(stream=True))
-        await streaming.read_until(TOKEN)
-        bad.script = stay_silent
-        await client.post(proxy.url + COMPLETIONS, json=request())  # the other's turn
-        waiting = group.create_task(client.post(proxy.url + COMPLETIONS, json=request()))
-        await bad.wait_for_requests(2)
-        proxy.upstream.give_up(bad.url)
-        answer = await waiting
+        await client.post(COMPLETIONS, request(stream=True))
+        await client.read_until(TOKEN)
+        proxy.upstream.give_up(fake.url)
+        proxy.upstream.give_up("http://127.0.0.1:9")
         goes_on.set()
-        await streaming.read_until(DONE)
 
-    assert answer.headers["x-kvlb-instance"] == "e1"
+        assert (await client.read_until(DONE)).endswith(DONE)
+
+
+async def test_what_was_handed_over_is_read_once(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """A kept connection that breaks may have carried the leg to its engine: both legs run again.
+
+    Sent a second time it would read blocks that are somebody else's by then.
+    """
+    told: list[Any] = []
+
+    async def prefill(received: Any, wire: Any) -> None:
+        told.append({**PARAMS, "remote_request_id": str(len(told))})
+        await wire.json({"choices": [], "kv_transfer_params": told[-1]})
+
+    async def decode(received: Any, wire: Any) -> None:
+        if len(d.received) == 2:
+            wire.reset()
+        else:
+            await answer_ok(received, wire)
+
+    async with engine(prefill) as p, engine(decode) as d:
+        fleet = [
+            instance(p, "p0", role=Role.PREFILL, connector="nixl"),
+            instance(d, "d0", role=Role.DECODE, connector="nixl"),
+        ]
+        async with balancer(*fleet) as proxy:
+            answers = [
+                await client.post(
+                    proxy.url + COMPLETIONS, json=request(prompt=[number, *range(1000)])
+                )
+                for number in range(2)
+            ]
+
+    assert [each.status_code for each in answers] == [200, 200]
+    assert [each.json["kv_transfer_params"] for each in d.received] == told
+    assert len(told) == 3
