@@ -93,6 +93,11 @@ class Process:
             self.child.kill()
         self.child.wait()
 
+    def pause(self) -> None:
+        """Stop the whole group where it is: connections stay open, nobody answers."""
+        if self.child is not None:
+            os.killpg(self.child.pid, signal.SIGSTOP)
+
     def is_running(self) -> bool:
         return self.child is not None and self.child.poll() is None
 
@@ -223,8 +228,9 @@ def start_engines(
     env = {"VENV": str(engine_venv), "MODEL": str(model), "DTYPE": "float32"}
 
     def prepare(name: str, core: str, ranks: int, flags: tuple[str, ...]) -> Engine:
-        port = free_run(1 + 2 * ranks)
+        port = free_run(1 + 3 * ranks)
         ports = (port, port + 1, port + 1 + ranks)
+        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 1 + 2 * ranks)}
         if ranks > 1:
             flags = ("--data-parallel-size", str(ranks), *flags)
         return Engine(
@@ -234,7 +240,7 @@ def start_engines(
             process=Process(
                 command=[str(HERE / "serve.sh"), *map(str, ports), core, *flags],
                 log=logs / f"{name}.log",
-                env=env,
+                env=env | side_channel,
             ),
             ranks=ranks,
         )

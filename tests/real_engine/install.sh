@@ -29,6 +29,7 @@ trap 'rm -f "$constraints"' EXIT
 echo "torch==$version" >"$constraints"
 "${pip[@]}" install "torch==$version"
 "${pip[@]}" install --no-deps "$vllm"
+"${pip[@]}" install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 # moves CPU memory too; needs no CUDA
 "${pip[@]}" install --constraint "$constraints" --requirement "$here/requirements.txt"
 "${pip[@]}" uninstall --yes triton 2>/dev/null || true # the CPU build neither needs nor bears it
 env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q -j 2 "$venv/lib" >/dev/null 2>&1 || true

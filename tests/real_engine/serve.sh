@@ -8,6 +8,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRAC
 export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export VLLM_CPU_OMP_THREADS_BIND=$core VLLM_CPU_NUM_OF_RESERVED_CPU=0 VLLM_CPU_CI_ENV=1
+export VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1 UCX_NET_DEVICES=lo
 export VLLM_SERVER_DEV_MODE=1 # /reset_prefix_cache
 # The publisher binds only where its endpoint holds '*' or '::'; this one does, and stays on loopback.
 kv_events=$(printf '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv-events", "endpoint": "tcp://[::ffff:127.0.0.1]:%s", "replay_endpoint": "tcp://127.0.0.1:%s"}' \

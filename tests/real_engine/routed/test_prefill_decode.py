@@ -1,9 +1,14 @@
-"""A prefill and a decode engine over the example connector: which legs run, what the texts are."""
+"""A prefill and a decode engine: which legs run, what the texts are, and P killed.
+
+Over the connectors that move KV cache between CPUs: NIXL both ways round, and shared files.
+"""
 
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,11 +19,15 @@ SEED = 20261130
 COUNT = 6
 BLOCK_TOKENS = 32
 LOADED = "vllm:external_prefix_cache_hits_total"
-INSTANCES = {
-    "p0": {"role": "prefill", "connector": "example"},
-    "d0": {"role": "decode", "connector": "example"},
+CONNECTORS = {
+    "example": "ExampleConnector",
+    "nixl": "NixlConnector",
+    "nixl_push": "NixlPushConnector",
 }
-SETTINGS = {
+TELLS_PREFILLS_COUNT = {"nixl"}
+"""Since vLLM 0.31 the prefill engine's own count travels with its parameters, if they do."""
+ROLES = {"p0": "prefill", "d0": "decode"}
+SETTINGS: dict[str, Any] = {
     "pd": {"decide": "threshold", "local_prefill_max_tokens": 64},
     "tokens": {"deadline_s": 5},
     "routing": {"lookup_timeout_s": 1},
@@ -30,21 +39,34 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
+@pytest.fixture(scope="module", params=list(CONNECTORS))
+def connector(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def engines(start_engines: Callable[..., Any], storage: Path) -> Iterator[dict[str, Any]]:
-    transfer = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
-    }
+def engines(
+    connector: str, start_engines: Callable[..., Any], storage: Path
+) -> Iterator[dict[str, Any]]:
+    transfer: dict[str, Any] = {"kv_connector": CONNECTORS[connector], "kv_role": "kv_both"}
+    if connector == "example":
+        transfer["kv_connector_extra_config"] = {"shared_storage_path": str(storage)}
+    else:
+        transfer["kv_buffer_device"] = "cpu"
     flags = ("--kv-transfer-config", json.dumps(transfer))
-    with start_engines("p0", "d0", flags=flags) as running:
+    with start_engines(*ROLES, flags=flags) as running:
         yield running
 
 
 @pytest.fixture
+def instances(connector: str) -> dict[str, dict[str, str]]:
+    return {name: {"role": role, "connector": connector} for name, role in ROLES.items()}
+
+
+@pytest.fixture
 def cold(engines: dict[str, Any], storage: Path) -> dict[str, Any]:
-    """Both engines with nothing cached, and an empty shared directory."""
+    """All engines with nothing cached, and an empty shared directory."""
     clear(engines, storage)
     return engines
 
@@ -85,7 +107,7 @@ def ask(kvlb: Any, chats: Any, number: int, *, next_words: int) -> Any:
     body = question(chats, number, kvlb.engines["p0"])
     turn = chats.read(number, kvlb.ask(body))
     chats.answered(number, turn.text, next_words=next_words)
-    for name in INSTANCES:
+    for name in ROLES:
         kvlb.catch_up(name)
     return turn
 
@@ -98,19 +120,22 @@ def prefill_legs(kvlb: Any) -> list[dict[str, Any]]:
 
 def test_the_first_turn_is_prefilled_elsewhere_and_a_later_one_is_not(
     cold: dict[str, Any],
+    connector: str,
+    instances: dict[str, dict[str, str]],
     start_kvlb: Callable[..., Any],
     conversations: Callable[..., Any],
     record_figures: Callable[..., None],
 ) -> None:
     """Turn 1 is loaded from the prefill engine; a short turn 2 isn't; a long turn 3 is again.
 
-    What the decode engine reports as cached includes what it loaded. The prediction is for the
+    What the decode engine reports as cached includes what it loaded, or is the prefill engine's own
+    count. The prediction is for the
     engine that prefills: the prefill engine's own report, or the decode engine's without such a leg.
     """
     chats = conversations(SEED, COUNT)
     decode = Decode(cold["d0"])
     rounds = []
-    with start_kvlb(cold, instances=INSTANCES, settings=SETTINGS) as kvlb:
+    with start_kvlb(cold, instances=instances, settings=SETTINGS) as kvlb:
         for next_words in (3, 90, 3):
             turns = []
             for number in range(COUNT):
@@ -121,6 +146,7 @@ def test_the_first_turn_is_prefilled_elsewhere_and_a_later_one_is_not(
     first, second, third = rounds
     for name, turns in zip(("first", "second", "third"), rounds, strict=True):
         record_figures(
+            connector=connector,
             turn=name,
             prefill=sorted({turn.prefill for turn, _ in turns}),
             prompt_overlap_cached_loaded=[
@@ -129,26 +155,40 @@ def test_the_first_turn_is_prefilled_elsewhere_and_a_later_one_is_not(
             ],
         )
 
-    assert {(turn.prefill, turn.reason) for turn, _ in first} == {("p0", "remote_prefill")}
-    assert all(turn.cached_tokens == loaded > 0 for turn, loaded in first)
+    assert {turn.prefill for turn, _ in first} == {"p0"}
+    assert {turn.reason for turn, _ in first} == {"remote_prefill"}
+    assert all(loaded > 0 for _, loaded in first)
+    assert [turn.cached_tokens for turn, _ in first] == reported(connector, first)
     assert {(turn.prefill, turn.reason) for turn, _ in second} == {("skipped", "decode_has_cache")}
     assert all(loaded == 0 for _, loaded in second)
     assert [turn.overlap_tokens for turn, _ in second] == [turn.cached_tokens for turn, _ in second]
-    assert {(turn.prefill, turn.reason) for turn, _ in third} == {("p0", "remote_prefill")}
-    assert all(turn.cached_tokens > loaded > 0 for turn, loaded in third)
+    assert {turn.reason for turn, _ in third} == {"remote_prefill"}
+    assert all(loaded > 0 for _, loaded in third)
+    if connector in TELLS_PREFILLS_COUNT:
+        assert [turn.cached_tokens for turn, _ in third] == reported(connector, third)
+    else:
+        assert all(turn.cached_tokens > loaded for turn, loaded in third)
     assert len(legs) == len(first) + len(third)
     assert [leg["overlap_tokens"] for leg in legs] == [leg["cached_tokens"] for leg in legs]
+
+
+def reported(connector: str, turns: list[tuple[Any, int]]) -> list[int]:
+    """What the decode engine says was cached, if it held nothing itself."""
+    if connector in TELLS_PREFILLS_COUNT:
+        return [turn.overlap_tokens for turn, _ in turns]
+    return [loaded for _, loaded in turns]
 
 
 def test_texts_are_those_of_one_engine_asked_directly(
     cold: dict[str, Any],
     storage: Path,
+    instances: dict[str, dict[str, str]],
     start_kvlb: Callable[..., Any],
     conversations: Callable[..., Any],
 ) -> None:
     """With a prefill leg or without one, the same words."""
     chats = conversations(SEED, COUNT)
-    with start_kvlb(cold, instances=INSTANCES, settings=SETTINGS) as kvlb:
+    with start_kvlb(cold, instances=instances, settings=SETTINGS) as kvlb:
         split = [
             ask(kvlb, chats, number, next_words=3) for _ in range(2) for number in range(COUNT)
         ]
@@ -162,3 +202,59 @@ def test_texts_are_those_of_one_engine_asked_directly(
 
     assert {turn.prefill for turn in split} == {"p0", "skipped"}
     assert [turn.text for turn in split] == direct
+
+
+def test_a_prefill_engine_killed_during_its_leg_is_missed_by_nobody(
+    cold: dict[str, Any],
+    instances: dict[str, dict[str, str]],
+    start_kvlb: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:
+    """The client gets the words of an undisturbed engine, from D alone; P comes back and is used."""
+    prefill, decode = cold["p0"], cold["d0"]
+    alone = [complete(decode, number) for number in (1, 2)]
+    decode.reset_cache()
+    settings = SETTINGS | {"pd": SETTINGS["pd"] | {"allow_local_on_failure": True}}
+    with (
+        start_kvlb(cold, instances=instances, settings=settings) as kvlb,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        prefill.process.pause()
+        asked = pool.submit(complete, kvlb, 1)
+        wait_until(lambda: has_leg(kvlb, "p0"), 10, "a prefill leg")
+        prefill.process.end()
+        answer = asked.result(timeout=60)
+        wait_until(lambda: is_idle(decode), 30, "the decode engine to have nothing to do")
+        wait_until(lambda: not kvlb.is_warm(), 30, "p0's loss to be noticed")
+        prefill.process.start()
+        wait_until(kvlb.is_warm, 240, "p0 to come back")
+        after = complete(kvlb, 2)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kvlb-instance"] == "d0"
+    assert after.headers["x-kvlb-prefill"] == "p0"
+    assert [text_of(answer), text_of(after)] == [text_of(each) for each in alone]
+
+
+def complete(server: Any, number: int) -> Any:
+    """Ask kvlb or an engine for a completion of token ids: nobody has to be asked for tokens."""
+    chance = Random(SEED + number)  # noqa: S311 - no secret
+    prompt = [chance.randrange(100, 400) for _ in range(11 * BLOCK_TOKENS + 7)]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    return server.http.post(f"{server.url}/v1/completions", json=body)
+
+
+def text_of(answer: Any) -> str:
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def has_leg(kvlb: Any, alias: str) -> bool:
+    instances = kvlb.get("/status").json()["instances"]
+    (ranks,) = [each["ranks"] for each in instances if each["alias"] == alias]
+    return any(rank["load"]["requests"] for rank in ranks)
+
+
+def is_idle(engine: Any) -> bool:
+    running = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return not any(engine.metric(name) for name in running)
