@@ -13,6 +13,7 @@ from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
 from balancer.core.control_errors import EngineCallError
 from balancer.core.decision_log import DecisionLog
+from balancer.core.encoded_items import EncodedItems
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.fleet_view import RankFacts
 from balancer.core.full_reports import FullReports
@@ -120,6 +121,7 @@ class _Builder:
         )
         registry.register(collector)
         self._decisions = DecisionLog(limit=DECISIONS_KEPT)
+        self._encoded = EncodedItems(config.encode)
         self._pool = TokenPool(
             config.tokens.models,
             workers=config.tokens.workers,
@@ -197,6 +199,8 @@ class _Builder:
             ),
             on_leg_end=self._reporting.on_leg_end,
             full_reports=self._full_reports,
+            ledger=self._ledger,
+            encoded=self._encoded,
         )
         views = Views(self._registry, self._decisions, self._company.siblings)
         surface = Surface(
@@ -205,6 +209,8 @@ class _Builder:
             reader=self._reader,
             ledger=self._ledger,
             views=views,
+            encoded=self._encoded,
+            clock=self._surroundings.clock,
             admin=lambda: self._config.admin,
             summary=lambda: self._config.summary(),  # noqa: PLW0108 - it may be replaced
             index_status=index_status or self._router.known_ranks.facts,
@@ -236,6 +242,7 @@ class _Builder:
                 self._policy = self._load_policy(config.routing.policy)
             self._router.set_settings(config.routing, config.pd, self._policy)
             self._full_reports.interval_s = config.routing.full_report_interval_s
+        self._encoded.settings = config.encode
         self._control.members.set_config(config)
 
     @asynccontextmanager
@@ -324,6 +331,7 @@ class _Builder:
                 gone.update(before.rank_ids())
         for rank in gone:
             self._ledger.forget(rank)
+            self._encoded.forget(rank.instance)
         self._known = fleet
         self._control.on_fleet(fleet)
         self._note_conflicts(fleet)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from balancer.connectors.available import connector_fault, connectors
+from balancer.connectors.available import connector_fault, known_connectors
 from balancer.core.control_settings import (
     AdminSettings,
     InstanceSettings,
@@ -23,6 +23,8 @@ from balancer.core.control_settings import (
     name_instances,
 )
 from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.encode_settings import EncodeSettings
+from balancer.core.fleet import Role
 from balancer.core.handler_settings import HandlerSettings
 from balancer.core.registration_settings import RegistrationSettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
@@ -53,6 +55,7 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Environment variable that holds it."""
     routing: RoutingSettings = RoutingSettings()
     pd: PdSettings = PdSettings()
+    encode: EncodeSettings = EncodeSettings()
     dataplane: DataPlaneSettings = DataPlaneSettings()
     tokens: TokensSettings = TokensSettings()
     probes: ProbeSettings = ProbeSettings()
@@ -95,7 +98,15 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 Config = TypeVar("Config", bound=BalancerConfig)
 
-RELOADABLE = ("instances", "engine_api_key", "engine_api_key_env", "routing", "pd", "admin")
+RELOADABLE = (
+    "instances",
+    "engine_api_key",
+    "engine_api_key_env",
+    "routing",
+    "pd",
+    "encode",
+    "admin",
+)
 """Keys that a running balancer can take over."""
 
 
@@ -125,7 +136,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     config = msgspec.structs.replace(config, instances=name_instances(config.instances))
     config.check_fleet()
     if config.registration is not None:
-        check_connector(config.registration.connector, "registration.connector")
+        check_connector(config.registration.connector, "registration.connector", Role.DECODE)
     load_policy(config.routing.policy)
     for name in ("completion", "chat_completion"):
         load_handler(getattr(config.handlers, name), f"handlers.{name}")
@@ -137,9 +148,9 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     return _with_secrets(config, environ)
 
 
-def check_connector(name: str | None, where: str) -> None:
-    """Raise ConfigError if there is no connector `name`."""
-    known = list(connectors())
+def check_connector(name: str | None, where: str, role: Role) -> None:
+    """Raise ConfigError if there is no connector `name` for instances of `role`."""
+    known = list(known_connectors(role))
     if name is not None and name not in known:
         raise ConfigError(f"`{where}`: no connector `{name}`{nearest(name, known)}")
 

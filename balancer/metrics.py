@@ -127,6 +127,24 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
+        self._encode_seconds = _Labelled(
+            Histogram(
+                "kvlb_encode_seconds",
+                "From sending an encode leg to its answer.",
+                ("instance",),
+                buckets=LONG_BUCKETS,
+                registry=registry,
+            )
+        )
+        self._encode_items = _Labelled(
+            Counter(
+                "kvlb_encode_items_total",
+                "Images, audio and video of fleets with encode instances: encoded, reused, or local "
+                "(left to the engine that computes the prompt).",
+                ("outcome",),
+                registry=registry,
+            )
+        )
         self._prefill_legs = _Labelled(
             Counter(
                 "kvlb_prefill_legs_total",
@@ -241,6 +259,7 @@ class BalancerMetrics:
         self._pd.observe(record)
         self._observe_overlap(record, model)
         self._observe_delivered(record, model)
+        self._observe_encode(record)
         for leg in record.legs:
             self._observe_leg(leg, model, stream=record.stream)
 
@@ -263,6 +282,7 @@ class BalancerMetrics:
         known = _Names(fleet).aliases
         for each in (self._first_byte, self._inter_token, self._legs):
             each.forget(1, known)
+        self._encode_seconds.forget(0, known)
         for counter in (self._predicted, self._overpredicted, self._predictions):
             counter.forget(1, known)
 
@@ -284,6 +304,16 @@ class BalancerMetrics:
             outcome = "skipped"
         self._prefill_legs.at(outcome, plan.reason.value).inc()
 
+    def _observe_encode(self, record: RequestRecord) -> None:
+        if record.encode is None:
+            return
+        for outcome in ("encoded", "reused", "local"):
+            self._encode_items.at(outcome).inc(getattr(record.encode, outcome))
+        for leg in record.legs:
+            if leg.kind == "encode" and leg.first_byte_s is not None:
+                seconds = leg.first_byte_s - leg.started_s
+                self._encode_seconds.at(self._alias(leg)).observe(seconds)
+
     def _observe_overlap(self, record: RequestRecord, model: str) -> None:
         if record.prompt_tokens is None or record.chosen_tokens is None:
             return
@@ -302,7 +332,8 @@ class BalancerMetrics:
         alias = self._alias(leg)
         self._legs.at(leg.kind, alias, leg.error or "ok").inc()
         # Only a stream, or a prefill leg, shows when the first token was there.
-        if leg.computed_s is not None and (stream or leg.kind == "prefill"):
+        is_seen = leg.kind == "prefill" or (stream and leg.kind != "encode")
+        if leg.computed_s is not None and is_seen:
             self._first_byte.at(leg.kind, alias).observe(leg.computed_s - leg.started_s)
         if leg.cached_tokens is not None and leg.prompt_tokens is not None:
             self._cached.at(model, leg.kind).inc(leg.cached_tokens)

@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from balancer.core.control_settings import AdminSettings
+from balancer.core.encoded_items import EncodedItems
 from balancer.core.errors import (
     BadRequestError,
     BalancerError,
@@ -26,7 +27,7 @@ from balancer.core.errors import (
     ModelNotFoundError,
     PathNotFoundError,
 )
-from balancer.core.explain import render_plan
+from balancer.core.explain import explain_encode, render_plan
 from balancer.core.fleet import Fleet
 from balancer.core.fleet_view import (
     RankFacts,
@@ -60,6 +61,8 @@ class Surface:
     reader: PromptReader
     ledger: LoadLedger
     views: Views
+    encoded: EncodedItems
+    clock: Callable[[], float]
     admin: Callable[[], AdminSettings]
     summary: Callable[[], Mapping[str, Any]]
     """Configuration without secrets."""
@@ -196,7 +199,14 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
         asked = read_explain_request(await _read_body(request, surface.max_body_bytes), path, fleet)
         prompt = await surface.reader.read(fleet, asked)
         plan = await surface.router.explain(fleet, asked, prompt)
-        return _json({"model": asked.model, **render_plan(plan, prompt)})
+        encode = explain_encode(
+            asked,
+            fleet,
+            surface.encoded,
+            lambda each: sum(surface.ledger.load(rank).requests for rank in each.rank_ids()),
+            surface.clock(),
+        )
+        return _json({"model": asked.model, **render_plan(plan, prompt), "encode": encode})
 
     @api.get("/explain/recent", tags=["operator"], dependencies=guarded)
     async def recent(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Response:

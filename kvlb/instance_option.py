@@ -4,7 +4,8 @@ Rules:
 
 1. The first part is the engine's address; every other part is `name=value`, each name once.
 2. `transfer.KEY=VALUE` is one key of the connector's own settings (docs/connectors.md); a number and
-   `true` or `false` are no text there. A value with a comma in it has no place on the line.
+   `true` or `false` are no text there. A value with a comma in it has no place on the line; several
+   `ec_zmq_addrs` are joined by `+`.
 3. An error names the part at fault and what would be right there.
 4. No message repeats a password or a key; a key has no place on the command line at all.
 5. The value is what a configuration file would hold under `instances:`; checking values against
@@ -22,13 +23,14 @@ from kvlb.errors import SettingsError
 ENDPOINTS = ("events", "replay")
 NUMBERS = ("ranks", "rank_base")
 WORDS = ("role", "alias", "connector")
+LISTS = ("ec_zmq_addrs",)
 TRANSFER = "transfer."
-NAMES = (*ENDPOINTS, *WORDS, *NUMBERS)
+NAMES = (*ENDPOINTS, *WORDS, *NUMBERS, *LISTS)
 KEY = re.compile(
     r",\s*[a-z_-]*(key|token|secret|password)[a-z_-]*\s*=.*", re.IGNORECASE | re.DOTALL
 )
 CREDENTIALS = re.compile(r"(?<=://).*@|^(?!.*://).*@", re.DOTALL)
-ROLES = ("prefill", "decode", "mixed")
+ROLES = ("prefill", "decode", "mixed", "encode")
 
 
 def parse_instance(text: str) -> dict[str, object]:
@@ -97,7 +99,9 @@ def _checked_url(url: str, text: str) -> str:
     return url
 
 
-def _checked_value(name: str, value: str, text: str) -> str | int:
+def _checked_value(name: str, value: str, text: str) -> str | int | list[str]:
+    if name in LISTS:
+        return value.split("+")
     if name in NUMBERS:
         if not value.isdecimal():
             raise SettingsError(f"--instance {text}: {name}={value} is not a whole number")

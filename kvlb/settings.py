@@ -22,6 +22,7 @@ import msgspec
 
 from balancer.config import BalancerConfig, check_config, check_connector
 from balancer.core.control_settings import InstanceSettings
+from balancer.core.fleet import Role
 from balancer.core.settings_errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
 from indexer.core.endpoints import (
@@ -104,7 +105,7 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
         _check_streams(self)
         check_discovery(self.discovery)
         for number, each in enumerate(self.discovery):
-            check_connector(each.connector, f"discovery[{number}].connector")
+            check_connector(each.connector, f"discovery[{number}].connector", each.role)
 
     def engine_sources(self) -> tuple[InstanceSource, ...]:
         """The instances as the indexer wants them."""
@@ -123,6 +124,7 @@ class KvlbSettings(BalancerConfig, frozen=True, kw_only=True, forbid_unknown_fie
                 api_key=keys.get(each.id),
             )
             for each in self.instances
+            if each.role is not Role.ENCODE  # they keep no KV cache
         )
 
 

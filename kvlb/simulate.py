@@ -8,7 +8,7 @@ from kvlb.errors import SettingsError
 from kvlb.event_loop import run_command, stop_event
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet, tells_its_sources
 from simulator.core.errors import SettingsError as SimulatorSettingsError
-from simulator.core.settings import ConnectorName, EngineSettings
+from simulator.core.settings import ConnectorName, EncoderConnectorName, EngineSettings
 from simulator.service import RunningEngine, RunningFleet
 
 
@@ -28,6 +28,8 @@ class SimulationOptions:
     adapters: tuple[str, ...] = ()
     connector: ConnectorName | None = None
     """Also of mixed engines; the others have one anyway."""
+    ec_connector: EncoderConnectorName | None = None
+    """Of all; a fleet with encode engines has one anyway."""
 
     def engine(self) -> EngineSettings:
         """What every engine is started with. Raises SettingsError."""
@@ -44,6 +46,7 @@ class SimulationOptions:
                 version=self.release,
                 adapters=self.adapters,
                 kv_connector=self.connector,
+                ec_connector=self.ec_connector,
             )
         except SimulatorSettingsError as error:
             raise SettingsError(str(error)) from error

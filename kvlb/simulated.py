@@ -60,8 +60,14 @@ def instance_option(engine: RunningEngine, connector: str | None = None) -> str:
     usual = None if engine.role == "mixed" else "nixl"
     if engine.role != "mixed":
         parts.append(f"role={engine.role}")
+    if engine.role == "encode":
+        if engine.settings.ec_connector != "example":
+            parts.append(f"connector=ec_{engine.settings.ec_connector}")
+        return ",".join((*parts, f"alias={engine.name}"))
     if connector not in {None, usual}:
         parts += [f"connector={connector}", *_transfer_parts(engine, connector)]
+    if engine.ec_zmq_addrs:
+        parts.append(f"ec_zmq_addrs={'+'.join(engine.ec_zmq_addrs)}")
     if not tells_its_sources(engine):
         parts += [f"events={engine.events_endpoint}", f"replay={engine.replay_endpoint}"]
         if engine.settings.dp_size > 1:

@@ -317,3 +317,30 @@ def render_prompt_logprobs(options: AnswerOptions, choice: Choice) -> list[Any] 
         for token_id, token in zip(choice.prompt.token_ids, described, strict=True)
     ]
     return [None, *entries[1:]]
+
+
+def render_encoded(
+    *,
+    response_id: str,
+    created_unix_s: int,
+    model: str,
+    prompt_tokens: int,
+    ec_transfer_params: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What an engine that only encodes answers: nothing was sampled."""
+    message = {"role": "assistant", "content": ""}
+    answer: dict[str, Any] = {
+        "id": response_id,
+        "object": "chat.completion",
+        "created": created_unix_s,
+        "model": model,
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens,
+            "completion_tokens": 0,
+        },
+    }
+    if ec_transfer_params is not None:
+        answer["ec_transfer_params"] = ec_transfer_params
+    return answer

@@ -40,6 +40,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     session_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     @property
@@ -90,6 +91,7 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

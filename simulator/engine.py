@@ -16,6 +16,7 @@ from simulator.core.history import FleetHistory
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import SideChannel, TransferDirectory
 from simulator.core.types import RemotePrefill
+from simulator.encoder import Encoder, EncoderDirectory
 from simulator.publisher import EventPublisher
 from simulator.rank import EngineRank
 
@@ -37,6 +38,7 @@ class Surroundings:
     wall_clock: Callable[[], float]
     randomness: random.Random
     history: FleetHistory = field(default_factory=FleetHistory)
+    encodings: EncoderDirectory = field(default_factory=EncoderDirectory)
 
     @property
     def dialable_host(self) -> str:
@@ -55,6 +57,12 @@ class Places:
     bootstrap_url: str
     decodes: bool = False
     """It only consumes what others compute (`kv_role`)."""
+    encodes: bool = False
+    """It runs the encoder for others and nothing else (`ec_role`)."""
+    ec_address: str = ""
+    """Where others read what it has encoded."""
+    ec_zmq_addrs: tuple[str, ...] = ()
+    """Where each of its ranks gets what others push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +109,13 @@ class SimulatedEngine:
         for name in settings.adapters:
             self.load_adapter(name, f"/adapters/{name}")
         self.ranks = [self._create_rank(rank, surroundings) for rank in range(settings.dp_size)]
+        self.encoder = Encoder(
+            settings,
+            surroundings.encodings,
+            encodes=places.encodes,
+            address=places.ec_address,
+            receives_at=places.ec_zmq_addrs,
+        )
 
     def _create_rank(self, rank: int, surroundings: Surroundings) -> EngineRank:
         settings = self.settings
@@ -251,7 +266,8 @@ class SimulatedEngine:
             peer.release(remote)
 
     def close(self) -> None:
-        """End this life: leave the directory and free the event ports."""
+        """End this life: leave the directories and free the event ports."""
+        self.encoder.close()
         for engine_id in self._engine_ids:
             self._directory.leave(engine_id)
         for rank in self.ranks:

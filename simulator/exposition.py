@@ -1,6 +1,7 @@
 """/metrics under vLLM's names, and /simulator/state for what only a simulator can tell."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -149,6 +150,7 @@ def render_state(engine: SimulatedEngine) -> dict[str, object]:
     return {
         "version": engine.settings.version,
         "received_requests": len(engine.received),
+        "encoder": asdict(engine.encoder.counts),
         "ranks": [_render_rank_state(rank, now_s) for rank in engine.ranks],
     }
 

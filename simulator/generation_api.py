@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from simulator.answers import Answer, AnswerOptions, ChatAnswer, Choice, CompletionAnswer
+from simulator.answers import (
+    Answer,
+    AnswerOptions,
+    ChatAnswer,
+    Choice,
+    CompletionAnswer,
+    render_encoded,
+)
 from simulator.bodies import (
     ChatBody,
     CompletionBody,
@@ -16,6 +23,7 @@ from simulator.core.errors import GenerationFailedError, RequestRefusedError
 from simulator.core.generation import seed_answer
 from simulator.core.handover import Handover, read_remote_prefill
 from simulator.core.types import EngineRequest
+from simulator.encoder import media_names
 from simulator.engine import SimulatedEngine
 from simulator.exchange import Exchange
 from simulator.prompts import Prompt, read_chat_prompt, read_completion_prompts
@@ -33,6 +41,10 @@ async def complete(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer a completion request."""
     content_type = exchange.headers.get("content-type", "")
     body = decode_body(exchange.body, content_type, CompletionBody)
+    if engine.encoder.encodes:
+        raise RequestRefusedError(
+            "This engine runs the encoder only, and a completion has no media."
+        )
     await _generate(engine, exchange, body)
 
 
@@ -40,7 +52,31 @@ async def chat(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer a chat request."""
     content_type = exchange.headers.get("content-type", "")
     body = decode_body(exchange.body, content_type, ChatBody)
-    await _generate(engine, exchange, body)
+    if engine.encoder.encodes:
+        await _encode(engine, exchange, body)
+    else:
+        await _generate(engine, exchange, body)
+
+
+async def _encode(engine: SimulatedEngine, exchange: Exchange, body: ChatBody) -> None:
+    """Answer an encode leg: nothing is sampled."""
+    check_generation(body)
+    served, _, _ = engine.find_adapter(body.model)
+    prompt = read_chat_prompt(body, engine.settings.context_tokens, takes_media=True)
+    params = await engine.encoder.encode(_media(body), body.ec_transfer_params or {})
+    await exchange.send_json(
+        render_encoded(
+            response_id=_name_response(engine, exchange, body),
+            created_unix_s=int(engine.wall_clock()),
+            model=served,
+            prompt_tokens=len(prompt.token_ids),
+            ec_transfer_params=params,
+        )
+    )
+
+
+def _media(body: ChatBody) -> list[str]:
+    return media_names(body.messages, body.mm_processor_kwargs)
 
 
 async def _generate(
@@ -53,6 +89,9 @@ async def _generate(
     try:
         generation = _prepare(engine, exchange, body)
         attempt.outcome = "left"
+        if isinstance(body, ChatBody) and not generation.loads_prompt:
+            rank = engine.ranks.index(generation.rank)
+            await engine.encoder.provide(_media(body), body.ec_transfer_params or {}, rank)
         attempt.outcome = "complete" if await generation.run() else "failed"
     except GenerationFailedError:
         attempt.outcome = "failed"
@@ -79,7 +118,8 @@ def _check(
     served, adapter, adapter_id = engine.find_adapter(body.model)
     context_tokens = engine.settings.context_tokens
     if isinstance(body, ChatBody):
-        prompts = [read_chat_prompt(body, context_tokens)]
+        takes_media = engine.settings.takes_media
+        prompts = [read_chat_prompt(body, context_tokens, takes_media=takes_media)]
     else:
         prompts = read_completion_prompts(body, context_tokens)
     limits = [check_limits(body, len(prompt.token_ids), context_tokens) for prompt in prompts]
@@ -195,7 +235,7 @@ class Generation:
         answer: Answer,
         sequences: list[tuple[Choice, EngineRequest]],
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._exchange = exchange
         self._body = body
         self._answer = answer
@@ -204,18 +244,23 @@ class Generation:
         self._open = {choice.request_id: choice for choice in self._choices}
         self._stream = OutputStream(sum(request.max_tokens for request in self._requests))
 
+    @property
+    def loads_prompt(self) -> bool:
+        """Another engine has computed the prompt, media included."""
+        return any(request.remote is not None for request in self._requests)
+
     async def run(self) -> bool:
         """Generate and answer; what is unfinished when the client goes is aborted.
 
         False if a stream ended in an error. Raises GenerationFailedError where there is none.
         """
         for request in self._requests:
-            self._rank.submit(request, self._stream)
+            self.rank.submit(request, self._stream)
         try:
             return await (self._run_stream() if self._body.stream else self._run_whole())
         finally:
             for request_id in self._open:
-                self._rank.abort(request_id)
+                self.rank.abort(request_id)
 
     async def _run_whole(self) -> bool:
         while self._open:
@@ -269,5 +314,5 @@ class Generation:
         if choice.finish_reason is not None:
             del self._open[choice.request_id]
             if output.finish_reason is None:
-                self._rank.abort(choice.request_id)
+                self.rank.abort(choice.request_id)
         return choice

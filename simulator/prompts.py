@@ -30,14 +30,14 @@ def read_completion_prompts(body: CompletionBody, context_tokens: int) -> list[P
     return prompts
 
 
-def read_chat_prompt(body: ChatBody, context_tokens: int) -> Prompt:
+def read_chat_prompt(body: ChatBody, context_tokens: int, *, takes_media: bool = False) -> Prompt:
     """Return the rendered conversation."""
     if body.chat_template is not None:
         raise RequestRefusedError(
             "Chat template is passed with request, but --trust-request-chat-template is not set. "
             "Refused request with untrusted chat template."
         )
-    prompt = _render(body)
+    prompt = _render(body, takes_media=takes_media)
     return _truncate(prompt, body.truncate_prompt_tokens, context_tokens)
 
 
@@ -50,7 +50,7 @@ def read_tokenize_prompt(body: TokenizeBody) -> Prompt:
     return _encode(body.prompt, is_special=body.add_special_tokens is not False)
 
 
-def _render(body: ChatBody | TokenizeBody) -> Prompt:
+def _render(body: ChatBody | TokenizeBody, *, takes_media: bool = False) -> Prompt:
     if not body.messages:
         raise InvalidBodyError("messages: at least one message is needed", param="messages")
     text = render_chat(
@@ -58,6 +58,7 @@ def _render(body: ChatBody | TokenizeBody) -> Prompt:
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        takes_media=takes_media,
     )
     return _encode(text, is_special=bool(body.add_special_tokens))
 

@@ -25,15 +25,15 @@ from simulator.http_server import HttpServer
 from simulator.life_counts import LifeCounts
 from simulator.ports import Ports, choose_ports, find_free_ports, listen
 
-Role = Literal["prefill", "decode", "mixed"]
+Role = Literal["prefill", "decode", "mixed", "encode"]
 
-_ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "m": "mixed"}
+_ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "m": "mixed", "e": "encode"}
 _LARGEST_FLEET = 256
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """How many engines of which role, e.g. `2p2d`, `4` or `1p1d2m`."""
+    """How many engines of which role, e.g. `2p2d`, `4`, `1p1d2m` or `1e1p1d`."""
 
     roles: tuple[Role, ...]
 
@@ -43,9 +43,9 @@ class FleetSpec:
         cleaned = text.strip().lower()
         if cleaned.isdecimal():
             cleaned += "m"
-        if not re.fullmatch(r"(\d{1,3}[pdm])+", cleaned):
-            raise SettingsError(f"{text!r} is not a fleet; write e.g. 4, 2p2d or 1p1d2m")
-        counts = re.findall(r"(\d+)([pdm])", cleaned)
+        if not re.fullmatch(r"(\d{1,3}[pdme])+", cleaned):
+            raise SettingsError(f"{text!r} is not a fleet; write e.g. 4, 2p2d, 1p1d2m or 1e1p1d")
+        counts = re.findall(r"(\d+)([pdme])", cleaned)
         roles = tuple(_ROLES[letter] for count, letter in counts for _ in range(int(count)))
         if not 0 < len(roles) <= _LARGEST_FLEET:
             raise SettingsError(f"{text!r}: a fleet has 1 to {_LARGEST_FLEET} engines")
@@ -54,7 +54,7 @@ class FleetSpec:
     @property
     def needs_transfer(self) -> bool:
         """Whether blocks go from one engine to another."""
-        return any(role != "mixed" for role in self.roles)
+        return any(role in {"prefill", "decode"} for role in self.roles)
 
 
 class RunningEngine:
@@ -95,6 +95,14 @@ class RunningEngine:
         return self._places.side_port
 
     @property
+    def ec_zmq_addrs(self) -> tuple[str, ...]:
+        """Where each rank receives what encode engines push."""
+        if self.settings.ec_connector != "mooncake" or self.role == "encode":
+            return ()
+        host, port = self._surroundings.dialable_host, self._ports.side_channel
+        return tuple(f"tcp://{host}:{port + rank}" for rank in range(self.settings.dp_size))
+
+    @property
     def zmq_address(self) -> str:
         """MoRI-IO, P2P-NCCL: as it would register itself."""
         host, port = self._surroundings.dialable_host, self.side_port
@@ -108,6 +116,9 @@ class RunningEngine:
             name=self.name,
             side_port=self._ports.side_channel,
             decodes=self.role == "decode",
+            encodes=self.role == "encode",
+            ec_address=f"{self._surroundings.dialable_host}:{self._ports.side_channel}",
+            ec_zmq_addrs=self.ec_zmq_addrs,
             bootstrap_url=f"http://{self._surroundings.dialable_host}:{self._ports.bootstrap}",
         )
 
@@ -334,6 +345,8 @@ async def running_fleet(
     settings = engine if engine is not None else EngineSettings()
     if spec.needs_transfer and settings.kv_connector is None:
         settings = msgspec.structs.replace(settings, kv_connector="nixl")
+    if "encode" in spec.roles and settings.ec_connector is None:
+        settings = msgspec.structs.replace(settings, ec_connector="example")
     context = zmq.asyncio.Context()
     surroundings = Surroundings(
         host=host,
@@ -373,5 +386,6 @@ def _create_engines(
         name = f"{role[0]}{numbers[role]}"
         numbers[role] += 1
         ports = choose_ports(settings, first_port, index, len(spec.roles))
-        engines.append(RunningEngine(name, role, settings, ports, surroundings))
+        own = settings.of_encoder() if role == "encode" else settings
+        engines.append(RunningEngine(name, role, own, ports, surroundings))
     return tuple(engines)

@@ -1,8 +1,11 @@
 """Which connectors there are, and whether a fleet's instances fit together."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from balancer.connectors.contract import Connector
+from balancer.connectors.encoders import EcMooncakeConnector, encoder_connectors
 from balancer.connectors.example import ExampleConnector
 from balancer.connectors.lmcache import LmcacheConnector
 from balancer.connectors.mooncake import MooncakeConnector
@@ -34,14 +37,20 @@ def connectors() -> dict[str, Connector]:
     return known | {each.name: each for each in (MultiConnector(known), NoConnector())}
 
 
+def known_connectors(role: Role) -> frozenset[str]:
+    """Names that an instance of `role` may have."""
+    return frozenset(encoder_connectors() if role is Role.ENCODE else connectors())
+
+
 def connector_fault(instance: Instance) -> str | None:
     """Say why the instance's connector can't be, beginning with the key; None if it can."""
-    known = connectors()
-    if instance.connector not in known:
-        near = nearest(instance.connector, list(known))
+    names = known_connectors(instance.role)
+    if instance.connector not in names:
+        near = nearest(instance.connector, list(names))
         return f"connector`: no connector `{instance.connector}`{near}"
     if not isinstance(instance.transfer, ChildSettings):
         return None
+    known = connectors()
     unknown = [name for name in instance.transfer.children if name not in known]
     if unknown:
         near = nearest(unknown[0], list(known))
@@ -51,7 +60,7 @@ def connector_fault(instance: Instance) -> str | None:
 
 
 def connector_conflicts(instances: Iterable[Instance]) -> list[str]:
-    """One sentence for each prefill instance that can't hand over to its model's decode instances.
+    """One sentence for each instance that can't hand over to those of its model that it works for.
 
     Where models aren't known yet, only a prefill instance that fits nobody is a conflict.
     """
@@ -65,7 +74,54 @@ def connector_conflicts(instances: Iterable[Instance]) -> list[str]:
         conflicts.extend(_sentence(source, each) for each in _strangers(source, decode))
         if source.connector in known:
             conflicts.extend(_mismatches(source, decode, known[source.connector]))
+    return conflicts + [each.sentence for each in encoder_conflicts(fleet)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConflict:
+    """An encode instance, what is wrong with it and what to change."""
+
+    instance: str
+    seen: str
+    change: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.seen}: {self.change}"
+
+
+def encoder_conflicts(fleet: Sequence[Instance]) -> list[EncoderConflict]:
+    """Encode instances of one model with different connectors, or with nobody to push to."""
+    encoders = [each for each in fleet if each.role is Role.ENCODE]
+    conflicts = [
+        EncoderConflict(
+            instance=other.alias,
+            seen=f"encode instances {first.alias} and {other.alias} use connectors "
+            f"{first.connector!r} and {other.connector!r}",
+            change="give all of one model the same",
+        )
+        for first, other in pairwise(encoders)
+        if _same_model(first, other) and first.connector != other.connector
+    ]
+    pushing = [each for each in encoders if each.connector == EcMooncakeConnector.name]
+    for consumer in _consumers(fleet):
+        source = next((each for each in pushing if _same_model(each, consumer)), None)
+        ranks, given = len(consumer.ranks), len(consumer.ec_zmq_addrs)
+        if source is not None and ranks != given:
+            conflicts.append(
+                EncoderConflict(
+                    instance=consumer.alias,
+                    seen=f"encode instance {source.alias} pushes to {consumer.alias}, which has "
+                    f"{given} `ec_zmq_addrs` for {ranks} ranks",
+                    change="name one for each, its engine's `ec_ip` and `ec_port`",
+                )
+            )
     return conflicts
+
+
+def _consumers(fleet: Sequence[Instance]) -> list[Instance]:
+    """Who computes prompts that encode instances have a part in."""
+    return [each for each in fleet if each.role in {Role.PREFILL, Role.MIXED}]
 
 
 def _strangers(source: Instance, decode: Sequence[Instance]) -> list[Instance]:

@@ -18,6 +18,9 @@ from indexer.core.types import InstanceId
 
 HostName = Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[a-z0-9._-]+$")]
 """In lower case, without a port."""
+ZmqAddress = Annotated[str, msgspec.Meta(pattern=r"^tcp://[^/]+:[0-9]+$")]
+_USUAL = {Role.MIXED: NO_CONNECTOR, Role.ENCODE: "ec_example"}
+"""Connectors of those that don't hand over a KV cache."""
 Alias = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:\[\]-]+$")]
 
 
@@ -31,10 +34,12 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Name shown to clients (`x-kvlb-instance`) and in metrics instead of the address: up to 64
     letters, digits and `.` `_` `-` `:` `[` `]`. Default: role and number: `p0`, `d0`, `m0`."""
     role: Role = Role.MIXED
-    """`prefill` fills caches only, `decode` answers clients, `mixed` does both."""
+    """`prefill` fills caches only, `decode` answers clients, `mixed` does both; `encode` runs the
+    encoder of a multimodal model for the others."""
     connector: str | None = None
-    """How the KV cache is handed from one leg to the other (docs/connectors.md). Default: `nixl`
-    for prefill and decode, `none` for mixed."""
+    """How the KV cache is handed from one leg to the other, or of an `encode` instance what it has
+    encoded (docs/connectors.md). Default: `nixl` for prefill and decode, `none` for mixed,
+    `ec_example` for encode."""
     transfer: dict[str, Any] = {}
     """Settings of that connector for this instance, where it has any: below."""
     ranks: PositiveInt | None = None
@@ -43,6 +48,9 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     rank_base: NonNegativeInt = 0
     """Global number of its first rank, where several addresses share one data-parallel group and
     the engine doesn't list its ranks."""
+    ec_zmq_addrs: tuple[ZmqAddress, ...] = ()
+    """Of an engine with vLLM's `ECMooncakeConnector` that isn't `encode`: where encode instances push to,
+    one address for each rank, `tcp://host:14579` (its `ec_ip` and `ec_port`)."""
     api_key: Secret | None = None
     """The engine's `--api-key`."""
     api_key_env: str | None = None
@@ -56,12 +64,21 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             parse_instance_id(self.url)
         except ValueError as error:
             raise ValueError(f"url: {error}") from error
+        self._check_addresses()
         if not self.transfer and self.connector_name != "multi":
             return
         try:
             read_transfer(self.connector_name, self.transfer)
         except ConfigError as error:
             raise ValueError(f"transfer: {error}") from error
+
+    def _check_addresses(self) -> None:
+        if not self.ec_zmq_addrs:
+            return
+        if self.role is Role.ENCODE:
+            raise ValueError("ec_zmq_addrs: belongs to those who receive, not to encode instances")
+        if self.ranks is not None and len(self.ec_zmq_addrs) != self.ranks:
+            raise ValueError(f"ec_zmq_addrs: {self.ranks} ranks need {self.ranks} addresses")
 
     @property
     def id(self) -> InstanceId:
@@ -75,7 +92,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def connector_name(self) -> str:
         """As configured, else what instances of its role usually have."""
-        return self.connector or (NO_CONNECTOR if self.role is Role.MIXED else "nixl")
+        return self.connector or _USUAL.get(self.role, "nixl")
 
     def instance(self) -> Instance:
         """The instance before anything was seen of it."""
@@ -87,6 +104,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             rank_base=self.rank_base,
             connector=self.connector_name,
             transfer=read_transfer(self.connector_name, self.transfer),
+            ec_zmq_addrs=self.ec_zmq_addrs,
             enabled=self.enabled,
             unhealthy_reason="not_probed",
         )

@@ -16,7 +16,7 @@ import msgspec
 
 from balancer.core.explain import explain_choice
 from balancer.core.judgement import judge_record
-from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 
 
 class TimedDecision(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +58,7 @@ def render_record(record: RequestRecord) -> Mapping[str, Any]:
         "reason": plan.reason.value if plan else None,
         "why": explain_choice(plan.decode, plan.considered) if plan else None,
         "pd": _render_judgement(record),
+        "encode": _render_encode(record.encode),
         "prompt_tokens": record.prompt_tokens,
         "prompt_source": record.prompt_source,
         "unscorable": record.unscorable,
@@ -85,6 +86,20 @@ def _render_judgement(record: RequestRecord) -> Mapping[str, Any] | None:
     }
 
 
+def _render_encode(encode: EncodeRecord | None) -> Mapping[str, Any] | None:
+    """What became of images, audio and video; None: nothing to encode, or nobody for it."""
+    if encode is None:
+        return None
+    return {
+        "reason": encode.reason,
+        "items": encode.items,
+        "encoded": encode.encoded,
+        "reused": encode.reused,
+        "local": encode.local,
+        "instances": encode.instances,
+    }
+
+
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
@@ -93,6 +108,7 @@ def _render_leg(leg: LegRecord) -> Mapping[str, Any]:
     return {
         "leg": leg.kind,
         "instance": leg.alias,
+        "reason": leg.reason,
         "rank": leg.rank,
         "status": leg.status,
         "error": leg.error,

@@ -21,6 +21,7 @@ BalancerError
 │   └── StreamCutError 502           it died in the middle of its answer
 ├── LeaseEndedError 503     the blocks of its prefill leg may be gone, or read already
 ├── PrefillFailedError 503  no prefill leg succeeded and local prefill isn't allowed
+├── EncodeFailedError 503   no encode leg of an item succeeded and nobody may stand in
 └── ClientGoneError 499     the client went away; nothing is answered
 """
 
@@ -259,6 +260,14 @@ class PrefillFailedError(BalancerError):
     status = 503
     type = "ServiceUnavailableError"
     code = "prefill_failed"
+
+
+class EncodeFailedError(BalancerError):
+    """An item could not be encoded by any encode instance, and the one that needs it may not or can't."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    code = "encode_failed"
 
 
 class ClientGoneError(BalancerError):

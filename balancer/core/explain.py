@@ -6,12 +6,15 @@ Rules:
 2. No token, prompt text, key or salt appears.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from balancer.core.encoded_items import EncodedItems
+from balancer.core.fleet import Fleet, Instance
+from balancer.core.media_items import media_items
 from balancer.core.plan import Choice, OtherWay, RoutePlan
-from balancer.core.request import PromptView
+from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.ways import way_s
 
 REASONS = {
@@ -44,6 +47,33 @@ def render_plan(plan: RoutePlan, prompt: PromptView) -> Mapping[str, Any]:
         "decode": _render_leg(plan.decode, plan.considered),
         "prefill": _render_leg(plan.prefill, plan.considered_prefill) if plan.prefill else None,
     }
+
+
+def explain_encode(
+    request: GenerateRequest,
+    fleet: Fleet,
+    seen: EncodedItems,
+    legs: Callable[[Instance], int],
+    now_s: float,
+) -> Mapping[str, Any] | None:
+    """What would become of images, audio and video; None: nothing to encode, or nobody for it."""
+    serving = [
+        each for each in fleet.encoders if each.models is None or each.models.serves(request.model)
+    ]
+    items = media_items(request) if serving else ()
+    available = [each for each in serving if each.is_available]
+    shown = []
+    for number, item in enumerate(items):
+        known = seen.usable(item.key, available, now_s)
+        name, reason = None, "no_encode_instance"
+        if known is not None:
+            name = next(each.alias for each in available if each.id == known.instance)
+            reason = "reused"
+        elif available:
+            choice = seen.choose(item.key, available, legs)
+            name, reason = choice.instance.alias, choice.reason
+        shown.append({"item": number, "instance": name, "reason": reason})
+    return {"items": shown} if items else None
 
 
 def render_choice(choice: Choice) -> Mapping[str, Any]:

@@ -29,11 +29,12 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+    ENCODE = "encode"
 
     @property
     def answers_clients(self) -> bool:
-        """Decode and mixed instances produce the answer; prefill instances only fill caches."""
-        return self is not Role.PREFILL
+        """Decode and mixed instances produce the answer; the others only fill caches."""
+        return self in {Role.DECODE, Role.MIXED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,12 @@ class Instance:
     rank_base: int = 0
     """Global number of the first rank: `X-data-parallel-rank` wants `rank - rank_base`."""
     connector: str = NO_CONNECTOR
-    """Name of the PD connector, a key of the connectors given to the router."""
+    """Name of the PD connector, a key of the connectors given to the router; of an encode instance
+    its encoder connector."""
     transfer: msgspec.Struct | None = None
     """Its `transfer:` settings, of the connector's own type (`core.transfer_settings`)."""
+    ec_zmq_addrs: tuple[str, ...] = ()
+    """Where each of its ranks receives what encode instances push; empty: nobody pushes to it."""
     facts: TransferFacts = NO_FACTS
     """What was learned of its side of transfers in its present life."""
     rank_cache_tokens: int | None = None
@@ -89,6 +93,11 @@ class Fleet:
     def ranks(self) -> frozenset[RankId]:
         """Every rank of every instance."""
         return frozenset(rank for each in self.instances for rank in each.rank_ids())
+
+    @cached_property
+    def encoders(self) -> tuple[Instance, ...]:
+        """Encode instances, available or not. Few fleets have any, and every chat asks."""
+        return tuple(each for each in self.instances if each.role is Role.ENCODE)
 
     def by_id(self, instance: InstanceId) -> Instance | None:
         return next((each for each in self.instances if each.id == instance), None)

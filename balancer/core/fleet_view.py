@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from balancer.core.fleet import Fleet, Instance
+from balancer.core.fleet import Fleet, Instance, Role
 from balancer.core.load import LoadLedger
 from indexer.core.types import RankId, Trust
 
@@ -37,7 +37,7 @@ def readiness(fleet: Fleet) -> tuple[bool, Sequence[str]]:
     if not fleet.instances:
         return False, ["no instance is configured"]
     if not answering:
-        return False, ["every instance has the role prefill: none answers clients"]
+        return False, ["no instance has the role decode or mixed: none answers clients"]
     out = [each for each in fleet.instances if not each.is_available]
     return is_ready, [f"{each.alias}: {unavailable_reason(each)}" for each in out]
 
@@ -57,13 +57,15 @@ def unavailable_reason(instance: Instance) -> str | None:
 
 def example_status(fleet: Fleet) -> Mapping[str, Any]:
     """The fields of vLLM's example proxies. A mixed instance answers as a decode instance does."""
-    prefill = [each.id for each in fleet.instances if not each.role.answers_clients]
+    prefill = [each.id for each in fleet.instances if each.role is Role.PREFILL]
     decode = [each.id for each in fleet.instances if each.role.answers_clients]
     return {
         "prefill_node_count": len(prefill),
         "decode_node_count": len(decode),
         "prefill_nodes": [_host_and_port(each) for each in prefill],
         "decode_nodes": [_host_and_port(each) for each in decode],
+        "encode_node_count": len(fleet.encoders),
+        "encode_nodes": [_host_and_port(each.id) for each in fleet.encoders],
     }
 
 

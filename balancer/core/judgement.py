@@ -64,7 +64,7 @@ def judge_record(record: RequestRecord) -> Judgement | None:
 def _took_s(record: RequestRecord, plan: RoutePlan) -> float | None:
     """Seconds to the first token, if it could be seen and went as planned."""
     planned = 1 if plan.prefill is None else 2
-    legs = record.legs
+    legs = [leg for leg in record.legs if leg.kind != "encode"]
     if not record.stream or len(legs) != planned or any(leg.error for leg in legs):
         return None
     first_s = legs[-1].computed_s

@@ -23,7 +23,7 @@ from indexer.core.addresses import parse_instance_id
 from indexer.core.types import InstanceId
 
 _WITH_PORT = re.compile(r":[0-9]+\Z")
-SYNONYMS = {"type": "role", "instance": "url"}
+SYNONYMS = {"type": "role", "instance": "url", "dp_size": "ranks"}
 """The examples' keys, and ours."""
 ROLES = {"prefill_decode": Role.MIXED.value, "pd": Role.MIXED.value}
 """Other words for a role."""

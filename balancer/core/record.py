@@ -14,7 +14,7 @@ class LegRecord:
     """One attempt at one leg."""
 
     kind: str
-    """`prefill`, `decode` (also where one rank does both) or `forward` (handed whole to one)."""
+    """`prefill`, `decode` (also where one rank does both), `forward` (handed whole to one) or `encode`."""
     alias: str
     overlap_tokens: int | None
     """Predicted at routing time; None if the prompt could not be scored."""
@@ -41,11 +41,37 @@ class LegRecord:
     completion_tokens: int | None = None
     prompt_details: bytes | None = None
     """Of a prefill leg: `usage.prompt_tokens_details` as JSON; None if there was no usage."""
+    reason: str | None = None
+    """Why this instance, of an encode leg: `affinity`, `least_loaded`, `only_one`."""
 
     @property
     def computed_s(self) -> float | None:
         """When its prompt was computed, as far as a stream or a prefill leg shows."""
         return self.first_byte_s if self.first_token_s is None else self.first_token_s
+
+
+@dataclass(slots=True, kw_only=True)
+class EncodeRecord:
+    """What became of the images, audio and video of one request."""
+
+    items: int
+    encoded: int = 0
+    """By legs of this request, each item once however often it stands there."""
+    reused: int = 0
+    """Encoded for an earlier request and counted on."""
+    local: int = 0
+    """Left to the engine that computes the prompt, because no encode instance could."""
+    instances: list[str] = field(default_factory=list)
+    """Aliases of those that have what this request needs."""
+    no_instance: bool = False
+    """None was available."""
+
+    @property
+    def reason(self) -> str:
+        """A header value and a metric label."""
+        if self.local:
+            return "no_encode_instance" if self.no_instance else "encode_failed"
+        return "encoded" if self.encoded else "reused"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +92,8 @@ class RequestRecord:
     chosen_tokens: int | None = None
     """Overlap of the rank that prefilled (the prefill leg's, or the decode leg's if skipped)."""
     plan: RoutePlan | None = None
+    encode: EncodeRecord | None = None
+    """None: it has nothing to encode, or the fleet has no encode instance of its model."""
     legs: list[LegRecord] = field(default_factory=list)
     status: int | None = None
     error: str | None = None

@@ -8,7 +8,7 @@ Rules:
    full reports. So is what is meant for us: `conversation_id`.
 3. Streams are asked for their usage (`stream_options.include_usage`), without switching on
    `continuous_usage_stats` that the client asked for in vain. Absent options are spliced in
-   after the first brace; only present ones cost an encoding.
+   after the first brace; only present ones cost an encoding. So is what encode legs hand over.
 4. Only types that every engine refuses are refused here, each by its name; values are the
    engine's business.
 5. What engines read as JSON is read here: they use Python's own parser, which takes a byte order
@@ -152,8 +152,19 @@ def splice_usage(body: Mapping[str, Any], raw: bytes) -> bytes:
     """
     if "stream_options" in body or not json.detect_encoding(raw).startswith("utf-8"):
         return encode_body(with_usage(body))
+    return _spliced(raw, _SPLICE)
+
+
+def splice_field(raw: bytes, name: str, value: Mapping[str, Any]) -> bytes | None:
+    """`raw` with one field more, which it doesn't have yet; None if it has to be encoded anew."""
+    if not json.detect_encoding(raw).startswith("utf-8"):
+        return None
+    return _spliced(raw, b'{"%b":%b,' % (name.encode(), encode_body(value)))
+
+
+def _spliced(raw: bytes, beginning: bytes) -> bytes:
     brace = raw.index(b"{")
-    return raw[:brace] + _SPLICE + raw[brace + 1 :]
+    return raw[:brace] + beginning + raw[brace + 1 :]
 
 
 def _check_type(

@@ -20,7 +20,7 @@ from balancer.core.fleet import Role
 from balancer.core.http_headers import Headers, drop_header, find_header, pass_answer_headers
 from balancer.core.openai_errors import render_error_event
 from balancer.core.plan import RoutePlan
-from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.sse import SseReader
 from balancer.core.usage import Usage, decode_head, read_usage
 from balancer.core.usage_splice import with_details
@@ -52,7 +52,7 @@ class AnswerPasser:
 
     async def pass_generated(self, decoded: DecodeAnswer, *, withhold_usage: bool) -> None:
         """Pass on the answer to a chat or completions request."""
-        headers = self._answer_headers(decoded.answer.headers, plan_headers(decoded.plan))
+        headers = self._answer_headers(decoded.answer.headers, self._own_headers(decoded.plan))
         if is_event_stream(decoded.answer.headers):
             await self._pass_events(decoded, headers, withhold_usage=withhold_usage)
         else:
@@ -196,6 +196,12 @@ class AnswerPasser:
         shown = own if self._headers == "full" else ()
         return (*pass_answer_headers(engine), *shown, *self._id_headers())
 
+    def _own_headers(self, plan: RoutePlan) -> Headers:
+        encode = self._record.encode
+        if encode is None:
+            return plan_headers(plan)
+        return (*plan_headers(plan), *encode_headers(encode))
+
     def _id_headers(self) -> Headers:
         if self._headers == "off":
             return ()
@@ -248,6 +254,15 @@ def _with_length(headers: Headers, length: int) -> Headers:
         return headers
     told = (b"content-length", str(length).encode())
     return (*drop_header(headers, b"content-length"), told)
+
+
+def encode_headers(encode: EncodeRecord) -> Headers:
+    """Who encoded images, audio and video, and why."""
+    names = ",".join(encode.instances) or "none"
+    return (
+        (b"x-kvlb-encode", names.encode()),
+        (b"x-kvlb-encode-reason", encode.reason.encode()),
+    )
 
 
 def _note_body(decoded: DecodeAnswer, body: bytearray) -> None:

@@ -62,6 +62,14 @@ class LegSender:
             instance.id, method, target, headers, body, on_ready=on_ready
         )
 
+    def blames_client(self, instance: Instance, error: BalancerError) -> bool:
+        """Tell whether another engine would refuse the request, too."""
+        if not isinstance(error, EngineRefusedError) or not 400 <= error.status < 500:
+            return False
+        if error.status in {401, 403}:
+            return self.engine_key(instance.id) is None
+        return error.status not in {408, 429}
+
     @contextmanager
     def recorded(
         self, instance: Instance, kind: str, record: RequestRecord, overlap_tokens: int | None

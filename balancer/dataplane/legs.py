@@ -12,7 +12,8 @@ Rules:
    What the client got wrong (4xx of the prefill engine) is its answer: decode never starts.
 5. If one leg of a pair dies, or the client leaves, the other is cancelled and its connection
    closed before anything else happens.
-6. Every attempt leaves a `LegRecord`; a leg that ends with an exception withdraws what was
+6. What has to be encoded is encoded before any other leg (`dataplane.encoding`).
+7. Every attempt leaves a `LegRecord`; a leg that ends with an exception withdraws what was
    predicted for it.
 """
 
@@ -33,12 +34,10 @@ from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import (
     BalancerError,
     EngineError,
-    EngineRefusedError,
     EngineUnreachableError,
     FleetError,
     LeaseEndedError,
 )
-from balancer.core.fleet import Instance
 from balancer.core.forecast import Forecast
 from balancer.core.full_reports import FullReports
 from balancer.core.http_headers import Headers
@@ -48,6 +47,7 @@ from balancer.core.record import LegRecord
 from balancer.core.rewrite import encode_body
 from balancer.dataplane.beginnings import Readiness, check_status, good_beginning
 from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.encoding import EncodeMeans, RequestMedia
 from balancer.dataplane.jobs import (
     Job,
     asking_full_report,
@@ -120,6 +120,7 @@ class Legs:
         new_id: Callable[[], str],
         on_leg_end: OnLegEnd,
         full_reports: FullReports,
+        encode: EncodeMeans,
     ) -> None:
         """`new_id` makes 32 hexadecimal digits that nobody else has."""
         self._router = router
@@ -130,6 +131,7 @@ class Legs:
         self._new_id = new_id
         self._on_leg_end = on_leg_end
         self._full_reports = full_reports
+        self._encode = encode
         self._conversations = Conversations()
 
     async def carry(self, job: Job, deliver: Deliver) -> None:
@@ -138,19 +140,24 @@ class Legs:
         retries_left = self._retries
         failed: BalancerError | None = None
         without_prefill = False
+        media = self._encode.media_of(job)
         while True:
+            job = await media.ready(None)
             route = await self._route(job, tried, failed, without_prefill=without_prefill)
             try:
                 with route:
-                    await self._carry_route(job, route, deliver)
+                    await self._carry_route(media, route, deliver)
             except _PrefillLegError as error:
                 failed, without_prefill = error.cause, True
             except (EngineError, LeaseEndedError) as error:
-                if not error.retryable or not retries_left or job.record.status is not None:
+                if not retries_left or job.record.status is not None:
+                    raise
+                is_redone = media.redoes(error)
+                if not error.retryable and not is_redone:
                     raise
                 retries_left -= 1
                 failed = error
-                if isinstance(error, EngineError):
+                if isinstance(error, EngineError) and not is_redone:
                     tried |= frozenset(route.plan.decode.candidate.instance.rank_ids())
             else:
                 return
@@ -178,7 +185,8 @@ class Legs:
         note_plan(job.record, route.plan)
         return route
 
-    async def _carry_route(self, job: Job, route: Route, deliver: Deliver) -> None:
+    async def _carry_route(self, media: RequestMedia, route: Route, deliver: Deliver) -> None:
+        job = await media.ready(route.plan)
         if route.plan.prefill is None:
             await self._decode(
                 job, route, whole_leg(job, route.plan, self._connectors, self._new_id), deliver
@@ -201,6 +209,7 @@ class Legs:
                 if not self._router.replace_prefill(job.fleet, route, error.cause, tried):
                     raise
                 note_plan(job.record, route.plan)
+                job = await media.ready(route.plan)
             else:
                 return
 
@@ -289,7 +298,7 @@ class Legs:
                 route.prefill_cached(leg.cached_tokens)
                 return done
         except EngineError as error:
-            if self._is_clients_fault(choice.candidate.instance, error):
+            if self._sender.blames_client(choice.candidate.instance, error):
                 raise
             raise _PrefillLegError(error) from error
 
@@ -383,11 +392,3 @@ class Legs:
         """The leg that prefills, as it is sent."""
         asks = self._full_reports.ask(candidate, job.request, self._clock())
         return asking_full_report(request) if asks else request
-
-    def _is_clients_fault(self, instance: Instance, error: BalancerError) -> bool:
-        """Tell whether another prefill engine would refuse the request, too."""
-        if not isinstance(error, EngineRefusedError) or not 400 <= error.status < 500:
-            return False
-        if error.status in {401, 403}:
-            return self._sender.engine_key(instance.id) is None
-        return error.status not in {408, 429}

@@ -18,7 +18,10 @@ from typing import Any, Final, Protocol
 import structlog
 
 from balancer.connectors.contract import Connector
+from balancer.connectors.encoders import encoder_connectors
 from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.encode_settings import EncodeSettings
+from balancer.core.encoded_items import EncodedItems
 from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
 from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError, FleetError
 from balancer.core.fleet import Fleet
@@ -32,11 +35,14 @@ from balancer.core.http_headers import (
     find_header,
     pass_request_headers,
 )
+from balancer.core.load import LoadLedger
+from balancer.core.local_ledger import LocalLedger
 from balancer.core.openai_errors import render_error
 from balancer.core.record import RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.rewrite import splice_usage, wants_usage
 from balancer.dataplane.answers import AnswerPasser
+from balancer.dataplane.encoding import EncodeMeans
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.forwarding import Forwarded, Forwarding
 from balancer.dataplane.handling import Handling
@@ -79,6 +85,8 @@ class DataPlane:
         handling: Handling | None = None,
         on_leg_end: OnLegEnd = lambda _forecast, _leg: None,
         full_reports: FullReports | None = None,
+        ledger: LoadLedger | None = None,
+        encoded: EncodedItems | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
         self._fleet = fleet
@@ -106,6 +114,14 @@ class DataPlane:
             new_id=new_id,
             on_leg_end=on_leg_end,
             full_reports=full_reports or FullReports(0),
+            encode=EncodeMeans(
+                sender=sender,
+                ledger=ledger or LocalLedger(clock),
+                items=EncodedItems(EncodeSettings()) if encoded is None else encoded,
+                connectors=encoder_connectors(),
+                clock=clock,
+                new_id=new_id,
+            ),
         )
         self._handling = handling or Handling()
         self._forwarding = Forwarding(sender=sender, settings=settings, clock=clock)

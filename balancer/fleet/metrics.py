@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balancer.core.fleet import Fleet
+from balancer.core.fleet import Fleet, Role
 from balancer.core.load import LoadLedger
 from indexer.core.types import RankId, Trust
 
@@ -68,6 +68,8 @@ class FleetCollector(Collector):
             labels=("instance", "rank", "trust"),
         )
         for instance in self._fleet().instances:
+            if instance.role is Role.ENCODE:
+                continue  # it has no such cache
             for rank in instance.rank_ids():
                 believed = self._trust(rank)
                 for level in Trust:

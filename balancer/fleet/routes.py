@@ -81,7 +81,7 @@ def _add_membership(routes: APIRouter, surface: AdminSurface, keyed: list[Any]) 
     @routes.post("/instances/remove", dependencies=keyed, openapi_extra=_body(NAME_EXAMPLE))
     async def remove_instance(request: Request) -> Response:
         """Let an instance go: nothing new at once, gone when nothing runs on it (`force`: at once)."""
-        member, is_leaving = await surface.fleet_admin.remove(await _read(request))
+        member, is_leaving = await surface.fleet_admin.remove(await _read_name(request))
         told = (
             f"{member.id} leaves when it has finished." if is_leaving else f"Removed {member.id}."
         )
@@ -139,6 +139,14 @@ def _shown(surface: AdminSurface, member: Member) -> Mapping[str, Any]:
         "reason": unavailable_reason(instance) if instance else "not_probed",
         "in_flight": surface.in_flight(member.id),
     }
+
+
+async def _read_name(request: Request) -> Mapping[str, Any]:
+    """A body, or as the EPD example has it `?url=` without one."""
+    url = request.query_params.get("url")
+    if url is not None and request.headers.get("content-length", "0") == "0":
+        return {"url": url}
+    return await _read(request)
 
 
 async def _read(request: Request) -> Mapping[str, Any]:

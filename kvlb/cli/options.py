@@ -34,6 +34,14 @@ class SimulatedConnector(StrEnum):
     OFFLOADING = "offloading"
 
 
+class SimulatedEncoderConnector(StrEnum):
+    """How simulated encode engines hand over what they have encoded."""
+
+    EXAMPLE = "example"
+    CPU = "cpu"
+    MOONCAKE = "mooncake"
+
+
 FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
 InstanceOption = Annotated[
     list[str] | None,

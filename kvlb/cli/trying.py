@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from kvlb.cli.options import Format, FormatOption, SimulateArgument, SimulatedConnector
+from kvlb.cli.options import (
+    Format,
+    FormatOption,
+    SimulateArgument,
+    SimulatedConnector,
+    SimulatedEncoderConnector,
+)
 
 
 def simulate(  # noqa: PLR0913 - an argument is an option
@@ -50,6 +56,12 @@ def simulate(  # noqa: PLR0913 - an argument is an option
             "decode engines if not said."
         ),
     ] = None,
+    ec_connector: Annotated[
+        SimulatedEncoderConnector | None,
+        typer.Option(
+            help="How encode engines hand over images, audio and video; `example` if not said."
+        ),
+    ] = None,
 ) -> None:
     """Run vLLM engines without a GPU: OpenAI API, KV events, prefill/decode transfer.
 
@@ -57,6 +69,7 @@ def simulate(  # noqa: PLR0913 - an argument is an option
 
     - `kvlb simulate 2p2d`
     - `kvlb simulate 4 --base-port 8101 --prefill-rate 4000`
+    - `kvlb simulate 1e2 --ec-connector cpu`
     - `kvlb simulate 2 --ranks 4 --cache-blocks 512 --adapter lora-a --release 0.23.0`
     """
     from kvlb.simulate import SimulationOptions
@@ -76,6 +89,7 @@ def simulate(  # noqa: PLR0913 - an argument is an option
             release=release,
             adapters=tuple(adapter or ()),
             connector=connector.value if connector is not None else None,
+            ec_connector=ec_connector.value if ec_connector is not None else None,
         ),
     )
 

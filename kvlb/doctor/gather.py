@@ -148,6 +148,8 @@ class _Examiner:
 
     async def _find_sources(self, entry: InstanceEntry) -> Sequence[RankSource]:
         """The streams as the indexer finds them; none if it doesn't."""
+        if entry.role is Role.ENCODE:
+            return ()
         (source,) = (each for each in self._settings.engine_sources() if each.instance == entry.id)
         try:
             found: FoundSources = await find_sources(
@@ -181,7 +183,7 @@ class _Examiner:
 
     async def _prompt(self, patient: _Patient, suffix: str) -> Sequence[int] | None:
         models = patient.facts.models
-        if models is None:
+        if models is None or patient.facts.told.role is Role.ENCODE:
             return None
         size = patient.facts.metrics.block_size
         return await make_prompt(patient.engine, models, size, self._nonce + suffix)
@@ -234,6 +236,7 @@ def _told(entry: InstanceEntry) -> Told:
         role=entry.role,
         connector=instance.connector,
         transfer=instance.transfer,
+        ec_zmq_addrs=instance.ec_zmq_addrs,
         events=entry.events,
         replay=entry.replay,
         binds=entry.direction == "bind",

@@ -35,7 +35,8 @@ class DiscoverySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     role: Role = Role.MIXED
     """As of an entry of `instances`; so are the keys below."""
     connector: str | None = None
-    """How the KV cache is handed over. Default: `nixl` for prefill and decode, `none` for mixed."""
+    """How the KV cache is handed over. Default: `nixl` for prefill and decode, `none` for mixed,
+    `ec_example` for encode."""
     ranks: PositiveInt | None = None
     """Data-parallel ranks behind each address. Default: what the engine lists, else 1."""
     events: str | None = None

@@ -61,7 +61,7 @@ class RecordedEngine:
 
 async def find_engines(settings: KvlbSettings, http: httpx.AsyncClient) -> list[RecordedEngine]:
     """Ask every enabled engine for its streams, in the order of their names. Raises PeerError."""
-    entries = [each for each in settings.instances if each.enabled]
+    entries = [each for each in settings.instances if each.enabled and each.role is not Role.ENCODE]
     async with asyncio.TaskGroup() as group:
         asked = [group.create_task(_find(entry, settings, http)) for entry in entries]
     found = sorted((task.result() for task in asked), key=lambda each: each.name)

@@ -15,6 +15,8 @@ ConnectorName = Literal[
     "example", "lmcache", "mooncake", "moriio", "nixl", "nixl_push", "offloading", "p2p_nccl"
 ]
 
+EncoderConnectorName = Literal["example", "cpu", "mooncake"]
+
 Version = tuple[int, int, int]
 """A release as (major, minor, patch); compares as releases do."""
 
@@ -61,6 +63,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """MoRI-IO's `read_mode`."""
     randomizes_ids: bool = True
     """False is `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1`."""
+    multimodal: bool = False
+    """It takes images, audio and video. So does an engine with an encoder connector."""
+    ec_connector: EncoderConnectorName | None = None
+    """Without one, `ec_transfer_params` are ignored."""
+    encode_ms: float = 20.0
+    """One item in the encoder; the next waits."""
+    encoder_cache_items: int = 256
+    ec_cpu_items: int = 1024
+    """What an encode engine keeps for others."""
+    ec_push_wait_s: float = 60.0
+    """Mooncake: how long a consumer waits for what is pushed to it."""
     dp_size: int = 1
     api_key: str | None = None
     hash_seed: str | None = None
@@ -93,7 +106,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name}: must be greater than 0, is {getattr(self, name)}")
-        for name in ("inter_token_ms", "transfer_latency_ms"):
+        for name in ("inter_token_ms", "transfer_latency_ms", "encode_ms"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name}: must not be negative, is {getattr(self, name)}")
         if self.num_blocks < 2:
@@ -107,6 +120,21 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def release(self) -> Version:
         return parse_version(self.version)
+
+    def of_encoder(self) -> "EngineSettings":
+        """Of an encode engine beside such ones: no KV cache worth the name, and one rank."""
+        return msgspec.structs.replace(
+            self,
+            kv_connector=None,
+            events=False,
+            prefix_caching=False,
+            dp_size=1,
+            ec_connector=self.ec_connector or "example",
+        )
+
+    @property
+    def takes_media(self) -> bool:
+        return self.multimodal or self.ec_connector is not None
 
     @property
     def cache_tokens(self) -> int:
@@ -130,6 +158,9 @@ _POSITIVE = (
     "kv_lease_s",
     "decoder_kv_blocks_ttl_s",
     "transfer_abort_s",
+    "encoder_cache_items",
+    "ec_cpu_items",
+    "ec_push_wait_s",
     "dp_size",
     "buffer_steps",
     "keep_alive_s",

@@ -22,6 +22,7 @@ def test_address_is_checked_when_decoded() -> None:
         pytest.param(Role.MIXED, "none", id="mixed"),
         pytest.param(Role.PREFILL, "nixl", id="prefill"),
         pytest.param(Role.DECODE, "nixl", id="decode"),
+        pytest.param(Role.ENCODE, "ec_example", id="encode"),
     ],
 )
 def test_connector_follows_the_role(role: Role, expected: str) -> None:
@@ -36,6 +37,27 @@ def test_ranks_are_global() -> None:
 
     assert instance.ranks == (2, 3)
     assert instance.rank_header(3) == "1"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        pytest.param({"ec_zmq_addrs": ["10.0.0.1:14579"]}, "tcp", id="no-scheme"),
+        pytest.param({"role": "encode", "ec_zmq_addrs": ["tcp://h:1"]}, "receive", id="encoder"),
+        pytest.param({"ranks": 2, "ec_zmq_addrs": ["tcp://h:1"]}, "2 addresses", id="too-few"),
+    ],
+)
+def test_addresses_to_push_to_are_checked(more: dict[str, object], says: str) -> None:
+    """One for each rank of a consumer, refused by its key."""
+    with pytest.raises(ConfigError, match=f"`ec_zmq_addrs.*{says}"):
+        decode_settings({"url": URL, **more}, InstanceSettings, where="")
+
+
+def test_addresses_to_push_to_reach_the_fleet() -> None:
+    """As they were given."""
+    settings = InstanceSettings(url=URL, ranks=2, ec_zmq_addrs=("tcp://h:1", "tcp://h:2"))
+
+    assert settings.instance().ec_zmq_addrs == ("tcp://h:1", "tcp://h:2")
 
 
 def test_unseen_instance_gets_no_requests() -> None:

@@ -170,7 +170,7 @@ def test_every_check_of_an_engine_is_played() -> None:
     played = {name for name, _, _ in INSTANCE_FAULTS} - set(engine_checks.FAULTS)
 
     assert {check.__name__ for check in INSTANCE_CHECKS} == played | below | {"instance_fault"}
-    assert len(FLEET_CHECKS) == 8
+    assert len(FLEET_CHECKS) == 9
 
 
 def test_alias_of_the_base_model_is_the_wrong_model() -> None:
@@ -345,6 +345,27 @@ def test_connectors_of_a_pair_are_compared() -> None:
 
     assert (finding.name, finding.instance) == ("connectors_differ", "p0")
     assert "'example'" in finding.seen
+
+
+def test_encode_instances_need_no_events_and_no_cache() -> None:
+    """They are asked how they are, and nothing else."""
+    described = told("e0", role=Role.ENCODE, connector="ec_cpu", url="http://10.0.0.9:8000")
+    encode = engine(told=described, declared={}, streams=())
+    broken = replace(encode, health_status=503)
+
+    assert examine(fleet(engine(), encode)) == []
+    assert names(examine(fleet(engine(), broken))) == ["unhealthy"]
+
+
+def test_a_consumer_without_an_address_is_found() -> None:
+    """Encode instances would push to nobody."""
+    encode = engine(
+        told=told("e0", role=Role.ENCODE, connector="ec_mooncake", url="http://10.0.0.9:8000")
+    )
+    (finding,) = fleet_checks.encoders_differ(fleet(engine(), encode))
+
+    assert (finding.name, finding.instance) == ("encoders_differ", "m0")
+    assert "`ec_ip`" in finding.change
 
 
 def test_prefill_without_decode_is_an_error_and_the_other_way_a_warning() -> None:

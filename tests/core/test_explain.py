@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,11 +10,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_choice
 
 from balancer.core.decision_log import DecisionLog, render_record
-from balancer.core.explain import explain_choice, render_plan
-from balancer.core.fleet import Instance, Role
+from balancer.core.encode_settings import EncodeSettings
+from balancer.core.encoded_items import EncodedItems
+from balancer.core.explain import explain_choice, explain_encode, render_plan
+from balancer.core.fleet import Fleet, Instance, Role
+from balancer.core.media_items import media_items
 from balancer.core.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
-from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.request import PromptView
+from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
+from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId, Tier, Trust
 
 
@@ -175,6 +180,46 @@ def test_infinite_cost_is_null_in_json() -> None:
     )
 
 
+def encoder(alias: str, **fields: Any) -> Instance:
+    served = ServedModels(
+        base="m", aliases=frozenset({"m"}), adapters=frozenset(), cards=({"id": "m"},)
+    )
+    known: dict[str, Any] = {"healthy": True, "models": served, "role": Role.ENCODE}
+    return Instance(id=InstanceId(f"http://{alias}:1"), alias=alias, **(known | fields))
+
+
+def explained(*encoders: Instance, seen: EncodedItems) -> Any:
+    image = {"type": "image_url", "image_url": {"url": "data:,cat"}}
+    asked = GenerateRequest(
+        request_id="r",
+        endpoint=Endpoint.CHAT,
+        body={"messages": [{"role": "user", "content": [image]}]},
+        raw_body=b"",
+        headers=(),
+        model="m",
+        base_model="m",
+        lora=None,
+    )
+    (key,) = [each.key for each in media_items(asked)]
+    if seen.settings.reuse_s:
+        seen.put(key, InstanceId("http://e1:1"), "handle", 0.0)
+    return explain_encode(asked, Fleet(instances=encoders), seen, lambda _: 0, 1.0)
+
+
+def test_who_would_encode_is_explained() -> None:
+    """Nobody asked, nobody there, anyone, or the one that has it."""
+    fresh, kept = EncodedItems(EncodeSettings(reuse_s=0)), EncodedItems(EncodeSettings())
+    e0, e1, down = encoder("e0"), encoder("e1"), encoder("e0", healthy=False, models=None)
+
+    def item(name: str | None, reason: str) -> dict[str, Any]:
+        return {"items": [{"item": 0, "instance": name, "reason": reason}]}
+
+    assert explained(seen=fresh) is None
+    assert explained(down, seen=fresh) == item(None, "no_encode_instance")
+    assert explained(e0, e1, seen=fresh) == item("e0", "least_loaded")
+    assert explained(e0, e1, seen=kept) == item("e1", "reused")
+
+
 def record(**fields: object) -> RequestRecord:
     """A finished request."""
     made = RequestRecord(request_id="r1", path="/v1/completions", arrived_s=10.0, model="secret")
@@ -200,6 +245,21 @@ def test_record_shows_predicted_chosen_and_delivered() -> None:
     assert shown["duration_s"] == 2.0
     assert shown["legs"][0]["first_byte_s"] == 0.5
     assert shown["why"] == explain_choice(BEST, (BEST, OTHER))
+
+
+def test_record_shows_what_became_of_media() -> None:
+    """Counts, who, and why; nothing where there was nothing to encode."""
+    encode = EncodeRecord(items=3, encoded=1, reused=2, instances=["e0"])
+
+    assert render_record(record())["encode"] is None
+    assert render_record(record(encode=encode))["encode"] == {
+        "reason": "encoded",
+        "items": 3,
+        "encoded": 1,
+        "reused": 2,
+        "local": 0,
+        "instances": ["e0"],
+    }
 
 
 def test_unknown_model_names_are_not_kept() -> None:

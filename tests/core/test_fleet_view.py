@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from balancer.core.fleet import Fleet, Instance, Role
 from balancer.core.fleet_view import (
+    example_status,
     merge_models,
     readiness,
     render_instance,
@@ -30,6 +31,21 @@ def instance(alias: str, *adapters: str, **fields: Any) -> Instance:
         models=parse_model_list({"data": cards}),
     )
     return replace(made, **fields)
+
+
+def test_each_role_has_its_count() -> None:
+    """An encode instance is no prefill instance; a mixed one answers as a decode instance does."""
+    roles = (Role.ENCODE, Role.PREFILL, Role.DECODE, Role.MIXED)
+    fleet = Fleet(instances=tuple(instance(each.value, role=each) for each in roles))
+
+    assert example_status(fleet) == {
+        "prefill_node_count": 1,
+        "decode_node_count": 2,
+        "encode_node_count": 1,
+        "prefill_nodes": ["prefill:1"],
+        "decode_nodes": ["decode:1", "mixed:1"],
+        "encode_nodes": ["encode:1"],
+    }
 
 
 def test_models_are_a_union_without_duplicates() -> None:
@@ -72,7 +88,8 @@ def test_ready_needs_an_instance_that_answers() -> None:
 
     assert readiness(Fleet()) == (False, ["no instance is configured"])
     assert readiness(Fleet(instances=(prefill,)))[0] is False
-    assert "prefill" in readiness(Fleet(instances=(prefill,)))[1][0]
+    encode = instance("e0", role=Role.ENCODE)
+    assert "decode or mixed" in readiness(Fleet(instances=(prefill, encode)))[1][0]
     assert readiness(Fleet(instances=(prefill, down))) == (False, ["d0: probe_timeout"])
     assert readiness(Fleet(instances=(instance("a"), down))) == (True, ["d0: probe_timeout"])
 

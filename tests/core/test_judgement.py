@@ -107,3 +107,12 @@ def test_what_did_not_go_as_planned_has_no_regret(spoilt: RequestRecord) -> None
     assert judged is not None
     assert (judged.took_s, judged.paid_s, judged.regret_s) == (None, None, None)
     assert judged.estimated_s == 1.5
+
+
+def test_encode_legs_are_no_part_of_the_judgement() -> None:
+    """Both ways would have needed them."""
+    encode = leg("encode", 0.0, 5.0)
+    plain = record(LOCAL, leg("decode", 5.0, 7.0))
+    with_media = record(LOCAL, encode, leg("decode", 5.0, 7.0))
+
+    assert judge_record(with_media) == judge_record(plain)

@@ -17,7 +17,7 @@ def test_every_name_is_read() -> None:
     """All parts of an instance fit on the line, numbers as numbers."""
     text = (
         "http://h:1, events=tcp://h:5557, replay=tcp://h:5558, role=decode, alias=d0, "
-        "connector=nixl, ranks=2, rank_base=4"
+        "connector=nixl, ranks=2, rank_base=4, ec_zmq_addrs=tcp://h:1+tcp://h:2"
     )
 
     assert parse_instance(text) == {
@@ -29,6 +29,7 @@ def test_every_name_is_read() -> None:
         "connector": "nixl",
         "ranks": 2,
         "rank_base": 4,
+        "ec_zmq_addrs": ["tcp://h:1", "tcp://h:2"],
     }
 
 

@@ -1,6 +1,8 @@
 """`RequestRecord`: whose cached tokens count."""
 
-from balancer.core.record import LegRecord, RequestRecord
+import pytest
+
+from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 
 
 def leg(kind: str, cached_tokens: int | None, error: str | None = None) -> LegRecord:
@@ -50,3 +52,17 @@ def test_an_opening_is_not_the_first_token() -> None:
     first.first_token_s = 2.0
 
     assert (before, first.computed_s) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason"),
+    [
+        ({"encoded": 1, "reused": 1}, "encoded"),
+        ({"reused": 2}, "reused"),
+        ({"encoded": 1, "local": 1}, "encode_failed"),
+        ({"local": 2, "no_instance": True}, "no_encode_instance"),
+    ],
+)
+def test_what_became_of_media_has_one_word(counts: dict[str, int], reason: str) -> None:
+    """What went wrong counts most."""
+    assert EncodeRecord(items=2, **counts).reason == reason  # type: ignore[arg-type]

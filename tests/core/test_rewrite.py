@@ -13,6 +13,7 @@ from balancer.core.rewrite import (
     check_generate_body,
     decode_body,
     encode_body,
+    splice_field,
     splice_usage,
     wants_usage,
     with_usage,
@@ -64,6 +65,15 @@ def test_spliced_bytes_say_the_same_with_usage(body: dict[str, Any], space: str)
     sent = json.loads(splice_usage(body, raw))
 
     assert sent == with_usage(json.loads(raw))
+
+
+def test_a_field_is_spliced_in_and_the_rest_stays() -> None:
+    """Megabytes of a picture aren't encoded anew for it; what is no UTF-8 has to be."""
+    raw = b' {"messages": [1.0], "x": 7}'
+    sent = splice_field(raw, "ec_transfer_params", {"a": 1})
+
+    assert sent == b' {"ec_transfer_params":{"a":1},"messages": [1.0], "x": 7}'
+    assert splice_field(raw.decode().encode("utf-16"), "ec_transfer_params", {}) is None
 
 
 @pytest.mark.parametrize(

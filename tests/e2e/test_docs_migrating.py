@@ -53,6 +53,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "lmcache": {"kv_connector": "lmcache"},
     "offloading": {"kv_connector": "offloading"},
     "example": {"kv_connector": "example"},
+    "ec_mooncake": {"ec_connector": "mooncake"},
 }
 """What a line's engines are started with, by the words behind `sh serve`."""
 
@@ -64,6 +65,7 @@ FACTS: dict[str, Callable[[RunningEngine], object]] = {
     "zmq_address": lambda each: each.zmq_address,
     "p2p_host": lambda _: "127.0.0.1",
     "p2p_port": lambda each: each.side_port,
+    "ec_zmq_addrs": lambda each: "+".join(each.ec_zmq_addrs),
 }
 """Settings under `transfer` that are other ones here than on the page."""
 
@@ -206,9 +208,25 @@ async def test_line_serves_what_the_proxy_served(
             if is_split and number == 0:
                 assert len(roles) == 2, answer.headers
 
+        if any(each.role == "encode" for each in stage.fleet.engines):
+            await check_encoders(stage)
         await check_pages(stage)
         if ADMIN_KEY in documented.line:
             await check_membership(stage)
+
+
+async def check_encoders(stage: Stage) -> None:
+    """A picture is encoded by an encode engine, and nobody else runs an encoder."""
+    part = {"type": "image_url", "image_url": {"url": "data:,cat"}}
+    chat = body("/v1/chat/completions", "picture", stream=False)
+    chat["messages"][0]["content"] = [{"type": "text", "text": "what is this?"}, part]
+    answer = await stage.http.post("/v1/chat/completions", json=chat)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kvlb-encode"] in {each.name for each in stage.fleet.engines}
+    runs = {each.role: each.engine.encoder.counts.runs for each in stage.fleet.engines}
+    assert runs.pop("encode") == 1
+    assert set(runs.values()) == {0}
 
 
 async def check_membership(stage: Stage) -> None:
@@ -236,7 +254,9 @@ async def check_pages(stage: Stage) -> None:
     health = await stage.http.get("/health")
 
     assert counted["prefill_instances"] == status["prefill_node_count"] == prefill
-    assert len(status["decode_nodes"]) == len(stage.fleet.engines) - prefill
+    encode = sum(each.role == "encode" for each in stage.fleet.engines)
+    assert status["encode_node_count"] == encode
+    assert len(status["decode_nodes"]) == len(stage.fleet.engines) - prefill - encode
     assert [each["id"] for each in models["data"]] == ["sim"]
     assert health.status_code == 200
 

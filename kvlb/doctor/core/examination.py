@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from balancer.core.fleet import Role
 from kvlb.doctor.core import engine_checks, event_checks, fleet_checks
 from kvlb.doctor.core.facts import FleetFacts, InstanceFacts
 from kvlb.doctor.core.findings import Finding, by_severity
@@ -35,6 +36,15 @@ INSTANCE_CHECKS: Sequence[InstanceCheck] = (
     fleet_checks.transfer_failed,
 )
 
+ENCODER_CHECKS: Sequence[InstanceCheck] = (
+    engine_checks.instance_fault,
+    engine_checks.unhealthy,
+    engine_checks.release_too_old,
+    engine_checks.release_untested,
+    engine_checks.wrong_model,
+)
+"""Of an encode instance, which has no KV cache."""
+
 FLEET_CHECKS: Sequence[FleetCheck] = (
     engine_checks.keep_alive_too_short,
     engine_checks.not_probed,
@@ -42,6 +52,7 @@ FLEET_CHECKS: Sequence[FleetCheck] = (
     fleet_checks.block_sizes_differ,
     fleet_checks.hash_seed_differs,
     fleet_checks.connectors_differ,
+    fleet_checks.encoders_differ,
     fleet_checks.role_alone,
     fleet_checks.releases_differ,
 )
@@ -54,7 +65,8 @@ def examine(fleet: FleetFacts) -> list[Finding]:
 
 def _findings(fleet: FleetFacts) -> Iterator[Finding]:
     for facts in fleet.instances:
-        for check in INSTANCE_CHECKS:
+        is_encoder = facts.told.role is Role.ENCODE
+        for check in ENCODER_CHECKS if is_encoder else INSTANCE_CHECKS:
             yield from check(facts)
     for fleet_check in FLEET_CHECKS:
         yield from fleet_check(fleet)

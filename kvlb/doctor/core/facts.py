@@ -29,6 +29,7 @@ class Told:
     connector: str = "none"
     transfer: msgspec.Struct | None = None
     """Its connector's own settings."""
+    ec_zmq_addrs: tuple[str, ...] = ()
     events: str | None = None
     replay: str | None = None
     binds: bool = False

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
 
-from balancer.connectors.available import connector_conflicts
+from balancer.connectors.available import connector_conflicts, encoder_conflicts
 from balancer.core.fleet import Instance, Role
 from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import (
@@ -149,17 +149,7 @@ def _shared_tier(facts: InstanceFacts) -> str | None:
 
 def connectors_differ(fleet: FleetFacts) -> Iterator[Finding]:
     """A prefill instance that can't hand over to its model's decode instances."""
-    instances = [
-        Instance(
-            id=parse_instance_id(facts.told.url),
-            alias=facts.name,
-            role=facts.told.role,
-            connector=facts.told.connector,
-            transfer=facts.told.transfer,
-            models=facts.models,
-        )
-        for facts in fleet.instances
-    ]
+    instances = _instances(fleet)
     for source in instances:
         if source.role is Role.PREFILL:
             others = [each for each in instances if each.role is Role.DECODE]
@@ -172,6 +162,34 @@ def connectors_differ(fleet: FleetFacts) -> Iterator[Finding]:
                     change="give both the same `connector`, and start both engines with it "
                     "(--kv-transfer-config)",
                 )
+
+
+def encoders_differ(fleet: FleetFacts) -> Iterator[Finding]:
+    """Encode instances that don't go together, or have nobody to push to."""
+    for conflict in encoder_conflicts(_instances(fleet)):
+        yield Finding(
+            name="encoders_differ",
+            level=Level.ERROR,
+            instance=conflict.instance,
+            seen=conflict.seen,
+            change=conflict.change,
+        )
+
+
+def _instances(fleet: FleetFacts) -> list[Instance]:
+    return [
+        Instance(
+            id=parse_instance_id(facts.told.url),
+            alias=facts.name,
+            role=facts.told.role,
+            connector=facts.told.connector,
+            transfer=facts.told.transfer,
+            ec_zmq_addrs=facts.told.ec_zmq_addrs,
+            ranks=tuple(range(facts.told.ranks or 1)),
+            models=facts.models,
+        )
+        for facts in fleet.instances
+    ]
 
 
 def role_alone(fleet: FleetFacts) -> Iterator[Finding]:
