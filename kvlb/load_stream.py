@@ -17,8 +17,9 @@ from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.keys import load_key
 from indexer.redis_index.settings import RedisSettings
 
-KEPT_ENTRIES = 1000
-KEPT_S = 10
+KEPT_MS = 3000
+"""Who lags further behind asks for a snapshot."""
+EXPIRES_S = 10
 RENEW_S = 2.0
 WAIT_MS = 1000
 MOST_AT_ONCE = 100
@@ -36,6 +37,8 @@ class RedisChannel:
         self._source = source
         self._key = load_key(writes.settings.prefix)
         self._renewed_s = float("-inf")
+        self._oldest = b"0"
+        """What is older may go, by the clock of Redis."""
 
     async def send(self, messages: Sequence[bytes]) -> None:
         """As one entry: they are taken together."""
@@ -44,11 +47,12 @@ class RedisChannel:
         packed = msgspec.msgpack.encode(messages)
         now_s = asyncio.get_running_loop().time()
         try:
-            await self._writes.ask(
-                "XADD", self._key, "MAXLEN", "~", KEPT_ENTRIES, "*", self._source, packed
+            number = await self._writes.ask(
+                "XADD", self._key, "MINID", "~", self._oldest, "*", self._source, packed
             )
+            self._oldest = b"%d" % max(0, int(number.partition(b"-")[0]) - KEPT_MS)
             if now_s - self._renewed_s > RENEW_S:
-                await self._writes.ask("EXPIRE", self._key, KEPT_S)
+                await self._writes.ask("EXPIRE", self._key, EXPIRES_S)
                 self._renewed_s = now_s
         except BlockIndexError as error:
             raise ChannelError(str(error)) from error

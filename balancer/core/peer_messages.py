@@ -9,6 +9,9 @@ Rules:
    machines need no common time.
 4. Block keys are hashes; no prompt, token, header or key of a client is ever part of a message.
 
+5. Of a prompt of more than `MAX_BLOCKS` its beginning is told. Peers then believe that no more of it is
+   on its way.
+
 Cost: 8 bytes per block of a booked leg, some 100 bytes beside.
 """
 
@@ -22,6 +25,8 @@ from balancer.core.load import LegWork
 from indexer.core.types import BlockKey, InstanceId, RankId
 
 WIRE_VERSION = 1
+MAX_BLOCKS = 16_384
+"""128 kB: 262,144 tokens in blocks of 16."""
 
 
 class PeerMessageError(Exception):
@@ -163,7 +168,7 @@ def booked(number: int, at_s: float, work: LegWork) -> Booked:
         work.believed_s,
         work.remembered_s,
         work.block_size,
-        pack_keys(work.keys),
+        pack_keys(work.keys[:MAX_BLOCKS]),
     )
 
 

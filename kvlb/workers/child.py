@@ -60,6 +60,7 @@ async def _work(listener: socket.socket, end: socket.socket) -> None:
 
 
 async def _watch_parent(pipe: Pipe, stop: asyncio.Event) -> None:
+    pipe.on_stop = stop.set
     await pipe.run()
     if stop.is_set():
         # Its owner was told twice to end, or killed while we finished: nobody waits for more.

@@ -37,6 +37,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The worker accepts connections."""
 
 
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """The worker is to finish what runs, and to end.
+
+    No signal: supervisors that signal all processes of a service would make it the second one.
+    """
+
+
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """What peers tell each other (`balancer.core.peer_messages`)."""
 
@@ -58,7 +65,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     payload: bytes
 
 
-Frame = Start | Ready | Load | Question | Answer
+Frame = Start | Ready | Stop | Load | Question | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
@@ -74,6 +81,7 @@ class Pipe:
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self.on_load: Callable[[Sequence[bytes]], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None
         self.answer: Callable[[str, int], Awaitable[bytes]] = _nothing
 
     @classmethod
@@ -138,7 +146,7 @@ class Pipe:
             if not answer.done():
                 answer.set_exception(PipeClosedError())
 
-    def _take(self, frame: Load | Answer | Ready | Start) -> None:
+    def _take(self, frame: Load | Answer | Ready | Stop | Start) -> None:
         match frame:
             case Load():
                 self.on_load(frame.messages)
@@ -148,6 +156,8 @@ class Pipe:
                     waiting.set_result(frame.payload)
             case Ready():
                 self.on_ready()
+            case Stop():
+                self.on_stop()
             case Start():
                 return
             case never:

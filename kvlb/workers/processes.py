@@ -8,8 +8,9 @@ Rules:
 2. A worker that ends unasked is started again, at once if it had run for a while, else after a pause that
    doubles. One that refuses its settings before any worker was ever ready ends the parent, as it would
    end itself.
-3. Workers are in process groups of their own: a signal from a terminal comes through the parent, once.
-   SIGHUP is passed on. When the parent is gone, workers finish what runs and end.
+3. Workers are in sessions of their own: a signal from a terminal reaches the parent alone. It tells
+   them over their pipes to finish, and passes SIGHUP on. A worker that is told to end by a signal of its
+   own drains, ends, and is started again. When the parent is gone, workers finish what runs and end.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from kvlb.load_stream import open_channel
 from kvlb.running import listening_url
 from kvlb.settings import KvlbSettings, Overrides
 from kvlb.workers.hub import Hub
-from kvlb.workers.pipe import Pipe, Start
+from kvlb.workers.pipe import Pipe, Start, Stop
 
 CHILD = (sys.executable, "-m", "kvlb.workers.child")
 SETTLED_S = 10.0
@@ -65,6 +66,7 @@ class Workers:
         self._hub = hub
         self._stop = stop
         self._running: dict[int, asyncio.subprocess.Process] = {}
+        self._pipes: dict[int, Pipe] = {}
         self._ready: set[int] = set()
         self._all_ready = asyncio.Event()
         self._restarts = Counter(
@@ -122,19 +124,19 @@ class Workers:
                 start_new_session=True,
             )
         self._running[number] = process
-        pipe = await Pipe.open(ours)
+        pipe = self._pipes[number] = await Pipe.open(ours)
         pipe.on_ready = lambda: self._on_ready(number)
         config = None if self._config is None else str(self._config)
         pipe.send(Start(number, self._overrides, config))
         self._hub.join(number, pipe)
         try:
             if self._stop.is_set():  # it was asked before there was anybody to tell
-                process.terminate()
+                pipe.send(Stop())
             await pipe.run()
             return await process.wait()
         finally:
             self._hub.leave(number)
-            del self._running[number]
+            del self._running[number], self._pipes[number]
             if process.returncode is None:
                 process.kill()
                 await process.wait()
@@ -151,7 +153,8 @@ class Workers:
     async def _stop_all(self) -> None:
         await self._stop.wait()
         _logger.info("draining_started", workers=len(self._running))
-        self._signal(signal.SIGTERM)
+        for pipe in self._pipes.values():
+            pipe.send(Stop())
         await asyncio.sleep(self._settings.drain_s + AFTER_DRAIN_S)
         self._signal(signal.SIGKILL)
 

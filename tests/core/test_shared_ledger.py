@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from balancer.core import shared_ledger
 from balancer.core.load import LegGuard, LegWork
 from balancer.core.peer_messages import (
+    MAX_BLOCKS,
     WIRE_VERSION,
     Ask,
     Batch,
@@ -501,6 +502,17 @@ def test_a_leg_is_told_as_it_is(work: LegWork) -> None:
     assert isinstance(told, Batch)
     assert isinstance(told.changes[0], Booked)
     assert booked_work(told.changes[0]) == work
+
+
+def test_of_a_giant_prompt_the_beginning_is_told(two: tuple[Process, Process]) -> None:
+    """What many processes keep of it is bounded."""
+    here, there = two
+    keys = [BlockKey(number) for number in range(MAX_BLOCKS + 1)]
+    there.ledger.hold(replace(WORK, keys=keys))
+    settle(here, there)
+
+    assert here.ledger.predicted_blocks(FIRST, keys, 0) == MAX_BLOCKS
+    assert there.ledger.predicted_blocks(FIRST, keys, 0) == MAX_BLOCKS + 1
 
 
 def test_keys_cut_short_are_refused() -> None:
