@@ -6,12 +6,12 @@ Rules:
 2. Keys are chained and every request covers its prompt from the root on, so what is active of a
    prompt is a run from its start, found by binary search.
 
-Cost: one dict operation per block of a leg, in and out.
+Cost: `core.key_counts`, in and out.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
+from balancer.core.key_counts import KeyCounts
 from indexer.core.types import BlockKey
 
 
@@ -21,7 +21,7 @@ class ActiveBlocks:
     __slots__ = ("_users",)
 
     def __init__(self) -> None:
-        self._users: Counter[BlockKey] = Counter()
+        self._users = KeyCounts()
 
     @property
     def blocks(self) -> int:
@@ -30,21 +30,15 @@ class ActiveBlocks:
 
     def add(self, keys: Sequence[BlockKey]) -> None:
         """A request uses them."""
-        self._users.update(keys)
+        self._users.add(keys)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         """A request that used them is over."""
-        users = self._users
-        for key in keys:
-            left = users[key] - 1
-            if left:
-                users[key] = left
-            else:
-                del users[key]
+        self._users.drop(keys)
 
     def run_blocks(self, keys: Sequence[BlockKey]) -> int:
         """How many of `keys` from the first on are in use."""
-        users = self._users
+        users = self._users.held
         if not keys or keys[0] not in users:
             return 0
         low, high = 1, len(keys)

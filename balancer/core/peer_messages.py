@@ -18,6 +18,7 @@ Cost: 8 bytes per block of a booked leg, some 100 bytes beside.
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -200,7 +201,7 @@ def unpack_keys(packed: bytes) -> list[BlockKey]:
         keys.frombytes(packed)
     except ValueError as error:
         raise PeerMessageError("keys cut short") from error
-    return [BlockKey(key) for key in _little_endian(keys)]
+    return cast("list[BlockKey]", _little_endian(keys).tolist())
 
 
 def _little_endian(keys: "array[int]") -> "array[int]":

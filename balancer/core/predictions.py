@@ -8,14 +8,14 @@ Rules:
    is prefix-closed, and the end of a run is found by binary search.
 3. Bounded: past `max_blocks` the oldest predictions go first, whole, whatever their state.
 
-Cost: one dict operation per block and prediction, in and out; a lookup is log2(blocks) of them.
+Cost: `core.key_counts` per block and prediction, in and out; a lookup is log2(blocks) of them.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
 
+from balancer.core.key_counts import KeyCounts
 from indexer.core.types import BlockKey
 
 
@@ -36,7 +36,7 @@ class RankPredictions:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._covered: Counter[BlockKey] = Counter()
+        self._covered = KeyCounts()
         self._live: dict[int, Prediction] = {}
         self._expiries: list[tuple[float, int]] = []
         self._numbers = count()
@@ -47,7 +47,7 @@ class RankPredictions:
         """Count `keys` as held until `expire` or `withdraw`."""
         prediction = Prediction(keys[: self._max_blocks], next(self._numbers))
         self._live[prediction.number] = prediction
-        self._covered.update(prediction.keys)
+        self._covered.add(prediction.keys)
         self.blocks += len(prediction.keys)
         while self.blocks > self._max_blocks:
             self.withdraw(next(iter(self._live.values())))
@@ -62,13 +62,7 @@ class RankPredictions:
         if self._live.pop(prediction.number, None) is None:
             return
         self.blocks -= len(prediction.keys)
-        covered = self._covered
-        for key in prediction.keys:
-            left = covered[key] - 1
-            if left:
-                covered[key] = left
-            else:
-                del covered[key]
+        self._covered.drop(prediction.keys)
 
     def purge(self, now_s: float) -> None:
         """Drop what has expired."""
@@ -79,7 +73,7 @@ class RankPredictions:
 
     def run_blocks(self, keys: Sequence[BlockKey], start: int) -> int:
         """How many of `keys` from `start` on are predicted without a gap."""
-        covered = self._covered
+        covered = self._covered.held
         if start >= len(keys) or keys[start] not in covered:
             return 0
         if keys[-1] in covered:  # a sibling or the same prompt again: the usual case
