@@ -27,7 +27,7 @@ from balancer.core.usage_splice import with_details
 from balancer.dataplane.beginnings import is_event_stream
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
-from balancer.dataplane.legs import DecodeAnswer
+from balancer.dataplane.one_leg import DecodeAnswer
 
 _MAX_HELD_BYTES: Final = 1024 * 1024
 

@@ -48,7 +48,8 @@ from balancer.dataplane.forwarding import Forwarded, Forwarding
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.jobs import Job
 from balancer.dataplane.leg_sender import EngineKey, LegSender, ReportHealth
-from balancer.dataplane.legs import DecodeAnswer, Legs, OnLegEnd
+from balancer.dataplane.legs import Legs
+from balancer.dataplane.one_leg import DecodeAnswer, OnLegEnd
 from balancer.dataplane.upstream import Upstream
 from balancer.routing.router import Router
 from balancer.tracing import NoTracing, Tracing

@@ -1,0 +1,231 @@
+"""Carries one leg of a plan, prefill or decode, from its request to its last byte.
+
+Rules:
+
+1. Every attempt leaves a `LegRecord`; a leg that ends with an exception withdraws what was
+   predicted for it.
+2. A prefill leg's answer is read whole and must let the connector write the decode leg. If it
+   doesn't, or the engine fails, another prefill instance may mend it: `PrefillLegError`. What the
+   client got wrong (4xx of the prefill engine) is its answer.
+3. A decode leg has succeeded when its answer's first token is here; then it is delivered.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from balancer.connectors.contract import Connector, LegContext, LegRequest
+from balancer.core.conversations import Conversations
+from balancer.core.errors import (
+    BalancerError,
+    EngineError,
+)
+from balancer.core.forecast import Forecast
+from balancer.core.full_reports import FullReports
+from balancer.core.http_headers import Headers
+from balancer.core.load import LegGuard
+from balancer.core.plan import Candidate, RoutePlan
+from balancer.core.record import LegRecord
+from balancer.core.rewrite import encode_body
+from balancer.dataplane.beginnings import Readiness, check_status, good_beginning
+from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.jobs import (
+    Job,
+    asking_full_report,
+    ended_turn,
+    kept_s,
+    leg_body,
+    leg_headers,
+    note_candidate,
+    overlap,
+    read_prefill,
+)
+from balancer.dataplane.leg_sender import LegSender
+from balancer.routing.router import Route
+
+MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAnswer:
+    """A good answer whose first bytes are here. Nothing of it has gone to the client."""
+
+    answer: UpstreamAnswer
+    first: bytes
+    leg: LegRecord
+    guard: LegGuard
+    plan: RoutePlan
+    keep: Callable[[bytes], None] | None = None
+    """Wants the whole answer once it is complete, if it isn't too large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """A prefill leg that has ended well."""
+
+    decode: LegRequest | None
+    """What it let the connector write; None if that was written before."""
+    answered_s: float
+    """When its answer began."""
+
+
+Deliver = Callable[[DecodeAnswer], Awaitable[None]]
+OnLegEnd = Callable[[Forecast, LegRecord], None]
+
+
+class PrefillLegError(Exception):
+    """A prefill leg failed in a way that another instance may mend."""
+
+    def __init__(self, cause: BalancerError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
+class LegCarrier:
+    """Carries single legs. One per process."""
+
+    def __init__(
+        self,
+        *,
+        sender: LegSender,
+        conversations: Conversations,
+        clock: Callable[[], float],
+        on_leg_end: OnLegEnd,
+        full_reports: FullReports,
+    ) -> None:
+        self._sender = sender
+        self._conversations = conversations
+        self._clock = clock
+        self._on_leg_end = on_leg_end
+        self._full_reports = full_reports
+
+    async def prefill(
+        self,
+        job: Job,
+        route: Route,
+        connector: Connector,
+        context: LegContext,
+        conclude: Callable[[Mapping[str, Any]], LegRequest | None],
+    ) -> Prefilled:
+        """Run the prefill leg; `conclude` writes the decode leg from its answer.
+
+        An answer from which nothing can be concluded is a failure of this leg.
+        """
+        choice = route.plan.prefill
+        assert choice is not None  # noqa: S101  the callers look
+        try:
+            loads = context.earlier is not None
+            with self._recorded(job, route, "prefill", loads=loads) as leg:
+                request = self._settled(job, connector.prefill_leg(context), choice.candidate)
+                body = encode_body(request.body)
+                headers = leg_headers(job, request)
+                ready = Readiness(clock=self._clock, by_s=None, is_handed=loads)
+                answer = await self._send(
+                    job, choice.candidate, body, headers, on_ready=ready.check
+                )
+                answered_s = self._clock()
+                try:
+                    await check_status(answer, leg)
+                    raw = await answer.read(MAX_PREFILL_ANSWER_BYTES)
+                finally:
+                    answer.close()
+                leg.first_byte_s = self._clock()
+                done = Prefilled(decode=conclude(read_prefill(raw, leg)), answered_s=answered_s)
+                route.prefill_cached(leg.cached_tokens)
+                return done
+        except EngineError as error:
+            if self._sender.blames_client(choice.candidate.instance, error):
+                raise
+            raise PrefillLegError(error) from error
+
+    async def decode(
+        self,
+        job: Job,
+        route: Route,
+        request: LegRequest,
+        deliver: Deliver,
+        *,
+        by_s: float | None = None,
+    ) -> None:
+        """Run the answering leg to its last byte. It isn't sent later than `by_s`."""
+        candidate = route.plan.decode.candidate
+
+        loads = request.body is not job.request.body
+        is_handed = loads or route.plan.prefill is not None
+        ready = Readiness(clock=self._clock, by_s=by_s, is_handed=is_handed)
+        if route.plan.prefill is None:
+            request = self._settled(job, request, candidate)
+        with self._recorded(job, route, "decode", loads=loads) as leg:
+            answer = await self._send(
+                job,
+                candidate,
+                leg_body(job, request),
+                leg_headers(job, request),
+                on_ready=ready.check,
+            )
+            try:
+                first = await good_beginning(answer, leg, is_handed=is_handed)
+                leg.first_byte_s = self._clock()
+                await deliver(
+                    DecodeAnswer(
+                        answer=answer,
+                        first=first,
+                        leg=leg,
+                        guard=route.decode_guard,
+                        plan=route.plan,
+                        keep=self._keeper(job, route.plan),
+                    )
+                )
+            finally:
+                answer.close()
+
+    def _keeper(self, job: Job, plan: RoutePlan) -> Callable[[bytes], None] | None:
+        """Who remembers what the decode engine keeps of this turn; None if it keeps nothing."""
+        conversation, ttl_s = job.request.conversation, kept_s(job, plan)
+        if conversation is None or ttl_s is None:
+            return None
+
+        def keep(raw: bytes) -> None:
+            turn = ended_turn(job, plan, raw)
+            if turn is not None:
+                self._conversations.put(conversation, turn, expires_s=self._clock() + ttl_s)
+
+        return keep
+
+    async def _send(
+        self,
+        job: Job,
+        candidate: Candidate,
+        body: bytes,
+        extra: Headers,
+        *,
+        on_ready: Callable[[], None] | None = None,
+    ) -> UpstreamAnswer:
+        request = job.request
+        headers = [*request.headers, *extra]
+        rank = candidate.instance.rank_header(candidate.rank.rank)
+        if rank is not None:
+            headers.append((b"x-data-parallel-rank", rank.encode()))
+        target = request.endpoint.value + job.query
+        return await self._sender.send(
+            candidate.instance, "POST", target, tuple(headers), body, on_ready=on_ready
+        )
+
+    @contextmanager
+    def _recorded(self, job: Job, route: Route, kind: str, *, loads: bool) -> Iterator[LegRecord]:
+        """One attempt: its record, and what it shows of the index when it has ended."""
+        forecast = route.forecast(kind, loads=loads)
+        plan = route.plan
+        choice = plan.prefill if kind == "prefill" and plan.prefill else plan.decode
+        candidate = choice.candidate
+        overlap_tokens = overlap(candidate) if job.prompt.prompts else None
+        with self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens) as leg:
+            note_candidate(leg, candidate)
+            yield leg
+        self._on_leg_end(forecast, leg)
+
+    def _settled(self, job: Job, request: LegRequest, candidate: Candidate) -> LegRequest:
+        """The leg that prefills, as it is sent."""
+        asks = self._full_reports.ask(candidate, job.request, self._clock())
+        return asking_full_report(request) if asks else request
