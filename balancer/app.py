@@ -12,6 +12,7 @@ from balancer.asgi import App
 from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
 from balancer.core.control_errors import EngineCallError
+from balancer.core.cors import Cors
 from balancer.core.decision_log import DecisionLog
 from balancer.core.encoded_items import EncodedItems
 from balancer.core.fleet import Fleet, Instance
@@ -23,6 +24,7 @@ from balancer.core.transfer_facts import Inquiry
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.plane import DataPlane
 from balancer.dataplane.upstream import Upstream
+from balancer.entry import Entry
 from balancer.fleet.control import FleetControl, FleetLinks
 from balancer.fleet.engine_client import EngineClient
 from balancer.fleet.keeper import FleetKeeper
@@ -191,6 +193,7 @@ class _Builder:
             report_health=self._report_health,
             clock=self._surroundings.clock,
             new_id=self._surroundings.new_id,
+            ledger=self._ledger,
             engine_key=self._engine_keys.get,
             tracing=self._tracing,
             handling=Handling.configured(
@@ -199,7 +202,6 @@ class _Builder:
             ),
             on_leg_end=self._reporting.on_leg_end,
             full_reports=self._full_reports,
-            ledger=self._ledger,
             encoded=self._encoded,
         )
         views = Views(self._registry, self._decisions, self._company.siblings)
@@ -222,7 +224,11 @@ class _Builder:
         routes = create_routes(surface, lambda _: self._lifespan(app))
         app = App(
             routes=routes,
-            dataplane=dataplane,
+            entry=Entry(
+                routes=routes,
+                dataplane=dataplane,
+                cors=Cors(self._config.dataplane.cors_origins),
+            ),
             keeper=self._keeper,
             ledger=self._ledger,
             reconfigure=self._reconfigure,

@@ -1,26 +1,20 @@
-"""`App`: the ASGI callable that decides who answers a path.
+"""`App`: what a server is given, and what others do with a running balancer.
 
-Engines' paths go to the data plane without touching the web framework; everything else goes to
-the FastAPI application of `balancer.routes`.
+Who answers which path is decided in `balancer.entry`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
 from fastapi import FastAPI
 
 from balancer.config import BalancerConfig
 from balancer.core.load import LoadLedger
-from balancer.dataplane.exchange import AsgiExchange
-from balancer.dataplane.plane import DataPlane
+from balancer.dataplane.cross_origin import Message, Receive, Send
+from balancer.entry import Entry
 from balancer.fleet.control import FleetControl
 from balancer.fleet.keeper import FleetKeeper
 from balancer.siblings import Views
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class App:
@@ -30,7 +24,7 @@ class App:
         self,
         *,
         routes: FastAPI,
-        dataplane: DataPlane,
+        entry: Entry,
         keeper: FleetKeeper,
         ledger: LoadLedger,
         reconfigure: Callable[[BalancerConfig], None],
@@ -38,7 +32,7 @@ class App:
         views: Views,
     ) -> None:
         self._routes = routes
-        self._dataplane = dataplane
+        self._entry = entry
         self.keeper = keeper
         self.ledger = ledger
         self.reconfigure = reconfigure
@@ -51,19 +45,8 @@ class App:
         """Set once something has ended that the balancer can't do without: stop serving."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Hand engines' paths to the data plane, everything else to the web framework."""
-        if scope["type"] != "http":
-            await self._routes(scope, receive, send)
-            return
-        try:
-            if self._dataplane.proxies(scope["path"]):
-                await self._dataplane.handle(AsgiExchange(scope, receive, send))
-            else:
-                await self._routes(scope, receive, send)
-        except asyncio.CancelledError:
-            # Only a server that has to end cancels an answer, and nothing of the task is left to
-            # do: it would log a traceback for what the request's own line tells.
-            return
+        """Answer one connection of the server's."""
+        await self._entry(scope, receive, send)
 
     def start_draining(self) -> None:
         """From now on `/ready` says no; what runs goes on."""

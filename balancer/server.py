@@ -14,13 +14,18 @@ import structlog
 import uvicorn
 
 from balancer.asgi import App
+from balancer.dataplane.server_protocols import MAX_MESSAGE_BYTES, ExactHttp, PatientWebSocket
 
 BACKLOG = 4096
 CLIENT_KEEP_ALIVE_S = 75
 """Above the idle limits of common clients, so that they close idle connections, not we."""
 
-TOLD_ELSEWHERE = ("ASGI callable returned without completing", "Cancel %s running task")
-"""Of an answer that was broken off, the request's own log line says more than uvicorn's text."""
+TOLD_ELSEWHERE = (
+    "ASGI callable returned without completing",
+    "Cancel %s running task",
+    '%s - "WebSocket %s"',
+)
+"""The request's own log line says more than uvicorn's text, and no client's address or query."""
 
 logger = structlog.stdlib.get_logger(__name__)
 
@@ -80,8 +85,10 @@ async def serve_on(
         uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
-            ws="none",
+            http=ExactHttp,
+            ws=PatientWebSocket,
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_per_message_deflate=False,
             lifespan="on",
             log_config=None,
             access_log=False,

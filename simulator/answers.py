@@ -59,10 +59,14 @@ class AnswerOptions:
     prompt_logprobs: int | None
 
 
-class Answer(Protocol):
-    """How one path renders its answer."""
+class WholeAnswer(Protocol):
+    """How one path renders an answer that isn't streamed."""
 
     def render_whole(self, choices: Sequence[Choice]) -> dict[str, Any]: ...
+
+
+class Answer(WholeAnswer, Protocol):
+    """How one path renders its answer, and its stream of chunks."""
 
     def render_opening(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk before the first token, if this path has one."""

@@ -1,7 +1,6 @@
 """One engine's HTTP surface as a plain ASGI application: who answers what, and how errors look."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,16 +14,15 @@ from simulator.core.event_faults import EventFaults
 from simulator.engine import ReceivedRequest, SimulatedEngine
 from simulator.exchange import ClientGoneError, Exchange, Receive, Scope, Send, render_error
 from simulator.exposition import render_metrics, render_server_info, render_state
-from simulator.generation_api import chat, complete
+from simulator.model_routes import Route, kept_response_routes, model_routes
 from simulator.prompts import read_tokenize_prompt
+from simulator.speech_api import serve_session
 
 _logger = structlog.get_logger(__name__)
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 _FIRST_RELEASE_WITH_SOURCES = (0, 31, 0)
 _PHRASES = {404: "Not Found", 405: "Method Not Allowed"}
-
-Route = Callable[[Exchange], Awaitable[None]]
 
 
 class EngineApplication:
@@ -34,8 +32,7 @@ class EngineApplication:
         self._engine = engine
         self._sources = sources
         self._routes: dict[str, dict[str, Route]] = {
-            "/v1/completions": {"POST": lambda exchange: complete(engine, exchange)},
-            "/v1/chat/completions": {"POST": lambda exchange: chat(engine, exchange)},
+            **model_routes(engine),
             "/v1/models": {"GET": self._list_models},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
@@ -58,6 +55,9 @@ class EngineApplication:
             self._routes["/kv_event_sources"] = {"GET": self._report_sources}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await serve_session(self._engine, scope, receive, send)
+            return
         exchange = Exchange(scope, receive, send)
         try:
             await exchange.read_body()
@@ -80,7 +80,9 @@ class EngineApplication:
         if not self._is_allowed(exchange):
             await exchange.send_json({"error": "Unauthorized"}, status=401)
             return
-        methods = self._routes.get(exchange.path)
+        methods = self._routes.get(exchange.path) or kept_response_routes(
+            self._engine, exchange.path
+        )
         if methods is None:
             await _refuse_route(exchange, 404)
             return

@@ -83,6 +83,14 @@ class Adapter:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """An answer of the Responses API, and the conversation up to it."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+
 class SimulatedEngine:
     """The state behind one HTTP port."""
 
@@ -97,6 +105,8 @@ class SimulatedEngine:
         self.clock = surroundings.clock
         self.history = surroundings.history
         self.received: deque[ReceivedRequest] = deque(maxlen=_REMEMBERED_REQUESTS)
+        self.responses: dict[str, KeptResponse] = {}
+        """By id. Never dropped, as in vLLM."""
         self.rejected_requests = 0
         self.is_draining = False
         """/health says 503; requests are served as ever."""

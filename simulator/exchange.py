@@ -80,8 +80,16 @@ class Exchange:
 
     async def send_event(self, value: object) -> None:
         """Send one event of a stream."""
-        data = b"data: " + msgspec.json.encode(value) + b"\n\n"
+        await self.send_chunk(b"data: " + msgspec.json.encode(value) + b"\n\n")
+
+    async def send_chunk(self, data: bytes) -> None:
+        """Send a piece of an answer that was begun."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self) -> None:
+        """End the answer without a marker."""
+        self.is_complete = True
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def end_stream(self) -> None:
         """Send the end marker and finish the answer."""

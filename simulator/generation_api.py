@@ -1,6 +1,6 @@
 """Carries out /v1/completions and /v1/chat/completions on one engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from simulator.answers import (
@@ -9,6 +9,7 @@ from simulator.answers import (
     ChatAnswer,
     Choice,
     CompletionAnswer,
+    WholeAnswer,
     render_encoded,
 )
 from simulator.bodies import (
@@ -82,12 +83,23 @@ def _media(body: ChatBody) -> list[str]:
 async def _generate(
     engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
 ) -> None:
+    make = _make_chat if isinstance(body, ChatBody) else _make_completion
+    await generate(engine, exchange, body, make)
+
+
+async def generate(
+    engine: SimulatedEngine,
+    exchange: Exchange,
+    body: CompletionBody | ChatBody,
+    make: "MakeGeneration",
+) -> None:
+    """Run what `make` makes of the request."""
     attempt = engine.history.begin(
         engine.places.name, exchange.headers.get("x-request-id", ""), engine.clock()
     )
     attempt.outcome = "refused"
     try:
-        generation = _prepare(engine, exchange, body)
+        generation = _prepare(engine, exchange, body, make)
         attempt.outcome = "left"
         if isinstance(body, ChatBody) and not generation.loads_prompt:
             rank = engine.ranks.index(generation.rank)
@@ -101,18 +113,24 @@ async def _generate(
 
 
 def _prepare(
-    engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
+    engine: SimulatedEngine,
+    exchange: Exchange,
+    body: CompletionBody | ChatBody,
+    make: "MakeGeneration",
 ) -> "Generation":
     """Check everything that can be refused before a token is computed."""
     try:
-        return _check(engine, exchange, body)
+        return _check(engine, exchange, body, make)
     except RequestRefusedError:
         engine.decline_transfer(read_remote_prefill(body.kv_transfer_params))
         raise
 
 
 def _check(
-    engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
+    engine: SimulatedEngine,
+    exchange: Exchange,
+    body: CompletionBody | ChatBody,
+    make: "MakeGeneration",
 ) -> "Generation":
     check_generation(body)
     served, adapter, adapter_id = engine.find_adapter(body.model)
@@ -149,8 +167,7 @@ def _check(
         logprobs=_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
     )
-    answer = ChatAnswer(options) if isinstance(body, ChatBody) else CompletionAnswer(options)
-    return Generation(rank, exchange, body, answer, list(zip(choices, requests, strict=True)))
+    return make(rank, exchange, body, options, list(zip(choices, requests, strict=True)))
 
 
 def _name_response(
@@ -224,6 +241,12 @@ def _reads_cache(body: CompletionBody | ChatBody) -> bool:
     return body.prompt_logprobs is None and not echoes_logprobs
 
 
+Sequences = list[tuple[Choice, EngineRequest]]
+MakeGeneration = Callable[
+    [EngineRank, Exchange, GenerationBody, AnswerOptions, Sequences], "Generation"
+]
+
+
 class Generation:
     """One accepted request until its last byte."""
 
@@ -232,13 +255,13 @@ class Generation:
         rank: EngineRank,
         exchange: Exchange,
         body: GenerationBody,
-        answer: Answer,
-        sequences: list[tuple[Choice, EngineRequest]],
+        answer: WholeAnswer,
+        sequences: Sequences,
     ) -> None:
         self.rank = rank
         self._exchange = exchange
         self._body = body
-        self._answer = answer
+        self._whole = answer
         self._requests = [request for _choice, request in sequences]
         self._choices = [choice for choice, _request in sequences]
         self._open = {choice.request_id: choice for choice in self._choices}
@@ -267,8 +290,41 @@ class Generation:
             choice = await self._next_choice()
             if choice.finish_reason == "error":
                 raise GenerationFailedError(LOAD_FAILED)
-        await self._exchange.send_json(self._answer.render_whole(self._choices))
+        await self._exchange.send_json(self._whole.render_whole(self._choices))
         return True
+
+    async def _run_stream(self) -> bool:
+        raise NotImplementedError
+
+    async def _next_choice(self) -> Choice:
+        """Wait for a token of an open choice and return that choice."""
+        while True:
+            output = await self._stream.next()
+            choice = self._open.get(output.request_id)
+            # Tokens that were on their way when a stop string ended the choice.
+            if choice is not None:
+                break
+        choice.accept(output, min_tokens=self._body.min_tokens or 0)
+        if choice.finish_reason is not None:
+            del self._open[choice.request_id]
+            if output.finish_reason is None:
+                self.rank.abort(choice.request_id)
+        return choice
+
+
+class ChunkGeneration(Generation):
+    """One whose stream is a chunk per token, as of completions and chats."""
+
+    def __init__(
+        self,
+        rank: EngineRank,
+        exchange: Exchange,
+        body: GenerationBody,
+        answer: Answer,
+        sequences: Sequences,
+    ) -> None:
+        super().__init__(rank, exchange, body, answer, sequences)
+        self._answer = answer
 
     async def _run_stream(self) -> bool:
         await self._exchange.start_stream()
@@ -302,17 +358,22 @@ class Generation:
             chunk["usage"] = self._answer.render_usage([choice])["usage"]
         return chunk
 
-    async def _next_choice(self) -> Choice:
-        """Wait for a token of an open choice and return that choice."""
-        while True:
-            output = await self._stream.next()
-            choice = self._open.get(output.request_id)
-            # Tokens that were on their way when a stop string ended the choice.
-            if choice is not None:
-                break
-        choice.accept(output, min_tokens=self._body.min_tokens or 0)
-        if choice.finish_reason is not None:
-            del self._open[choice.request_id]
-            if output.finish_reason is None:
-                self.rank.abort(choice.request_id)
-        return choice
+
+def _make_completion(
+    rank: EngineRank,
+    exchange: Exchange,
+    body: GenerationBody,
+    options: AnswerOptions,
+    sequences: Sequences,
+) -> Generation:
+    return ChunkGeneration(rank, exchange, body, CompletionAnswer(options), sequences)
+
+
+def _make_chat(
+    rank: EngineRank,
+    exchange: Exchange,
+    body: GenerationBody,
+    options: AnswerOptions,
+    sequences: Sequences,
+) -> Generation:
+    return ChunkGeneration(rank, exchange, body, ChatAnswer(options), sequences)

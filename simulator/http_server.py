@@ -35,7 +35,7 @@ class HttpServer:
             self._serve,
             interface="asgi3",
             lifespan="off",
-            ws="none",
+            ws="websockets-sansio",
             log_config=None,
             access_log=False,
             timeout_keep_alive=keep_alive_s,

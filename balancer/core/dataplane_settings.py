@@ -1,10 +1,12 @@
 """What an operator can set of the data plane. Times are limits, 0 or less is refused."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
+
+Origin = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9.\-:\[\]]+)$")]
 
 
 class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,3 +35,11 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """`x-kvlb-*` headers on answers: all of them, the request id only, or none."""
     retries: NonNegativeInt = 1
     """Further instances tried while no byte has gone to the client."""
+    remembered_responses: NonNegativeInt = 50_000
+    """Responses (`/v1/responses`) of which it is remembered which instance keeps them. Of others the
+    instances are asked."""
+    max_sessions: NonNegativeInt = 1000
+    """WebSocket sessions (`/v1/realtime`) at once; one more is refused with 503."""
+    cors_origins: tuple[Origin, ...] = ()
+    """Origins whose pages may call the proxied paths and `/v1/models`, like `https://app.example.org`; `*`
+    for any. Without any, what engines say of origins passes."""

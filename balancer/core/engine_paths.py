@@ -9,6 +9,7 @@ Rules:
    `/metrics`, `/version`, `/load`) mean nothing behind a balancer and are not forwarded.
 3. What administers one engine is refused: forwarded to some instance it would do harm.
 4. A path is matched as a whole, without a trailing slash, and holds no escapes.
+5. Where GET is taken HEAD is, too; what an engine says to it is its own business.
 """
 
 import re
@@ -27,30 +28,36 @@ class PathUse(StrEnum):
     """Routed by cache, split over two legs."""
     FORWARD = "forward"
     """Handed whole to one capable instance."""
+    SESSION = "session"
+    """A WebSocket, relayed to one instance."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePath:
     """A path that some engine may serve."""
 
     use: PathUse
     methods: tuple[str, ...] = ("POST",)
+    generates: bool = False
+    """It runs a prompt on one rank of an instance, as the scored paths do."""
+    makes_response: bool = False
+    """Its answers are kept by the instance that gave them, under an id."""
+    response: str | None = None
+    """Id of the kept response that the path names."""
 
 
-_GENERATE = EnginePath(PathUse.GENERATE)
-_FORWARD = EnginePath(PathUse.FORWARD)
-_FORWARD_GET = EnginePath(PathUse.FORWARD, ("GET",))
+_GENERATE = EnginePath(use=PathUse.GENERATE, generates=True)
+_FORWARD = EnginePath(use=PathUse.FORWARD)
+_FORWARD_GENERATE = EnginePath(use=PathUse.FORWARD, generates=True)
+_READ = ("GET", "HEAD")
 
 _PATHS = {endpoint.value: _GENERATE for endpoint in Endpoint} | dict.fromkeys(
     (
-        "/v1/chat/completions/batch",
         "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
         "/v1/completions/render",
         "/v1/completions/derender",
-        "/v1/responses",
         "/v1/responses/render",
-        "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/messages/render",
         "/v1/embeddings",
@@ -68,15 +75,20 @@ _PATHS = {endpoint.value: _GENERATE for endpoint in Endpoint} | dict.fromkeys(
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/cohere/v2/chat/render",
-        "/inference/v1/generate",
         "/tokenize",
         "/detokenize",
     ),
     _FORWARD,
 )
-_PATHS["/tokenizer_info"] = _FORWARD_GET
+_PATHS |= dict.fromkeys(
+    ("/v1/chat/completions/batch", "/v1/messages", "/inference/v1/generate", "/invocations"),
+    _FORWARD_GENERATE,
+)
+_PATHS["/v1/responses"] = EnginePath(use=PathUse.FORWARD, generates=True, makes_response=True)
+_PATHS["/tokenizer_info"] = EnginePath(use=PathUse.FORWARD, methods=_READ)
+_PATHS["/v1/realtime"] = EnginePath(use=PathUse.SESSION)
 
-_STORED_RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_.-]+(/cancel)?")
+_STORED_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_.-]{1,256})(/cancel)?")
 
 _REFUSED = frozenset(
     {
@@ -85,7 +97,6 @@ _REFUSED = frozenset(
         "/fault_tolerance/apply",
         "/fault_tolerance/status",
         "/inference/v1/abort_requests",
-        "/invocations",
         "/is_paused",
         "/is_scaling_elastic_ep",
         "/is_sleeping",
@@ -97,7 +108,6 @@ _REFUSED = frozenset(
         "/resume",
         "/scale_elastic_ep",
         "/server_info",
-        "/v1/realtime",
         "/version",
     }
 )
@@ -117,17 +127,32 @@ def find_path(method: str, path: str) -> EnginePath:
     found = _PATHS.get(path) or _stored_response(path)
     if found is None:
         raise _unknown(path)
+    if found.use is PathUse.SESSION:
+        raise PathNotFoundError("this path is a WebSocket: ask for it with `Upgrade: websocket`")
     if method not in found.methods:
         allow = ", ".join(found.methods)
         raise MethodNotAllowedError(f"this path takes {allow}", allow=allow)
     return found
 
 
+def methods_of(path: str) -> tuple[str, ...]:
+    """The methods an engine path takes; none if no engine serves it."""
+    found = _PATHS.get(path) or _stored_response(path)
+    return () if found is None or found.use is PathUse.SESSION else found.methods
+
+
+def is_session(path: str) -> bool:
+    """Tell whether `path` is a WebSocket of the engines'."""
+    found = _PATHS.get(path)
+    return found is not None and found.use is PathUse.SESSION
+
+
 def _stored_response(path: str) -> EnginePath | None:
     match = _STORED_RESPONSE.fullmatch(path)
     if match is None or path == "/v1/responses/render":
         return None
-    return _FORWARD if match.group(1) else _FORWARD_GET
+    methods = ("POST",) if match.group(2) else (*_READ, "DELETE")
+    return EnginePath(use=PathUse.FORWARD, methods=methods, response=match.group(1))
 
 
 def _unknown(path: str) -> BalancerError:

@@ -3,7 +3,8 @@
 BalancerError
 ├── RequestError          the client's fault; never retried, always 4xx
 │   ├── BadRequestError 400   UnauthorizedError 401   ForbiddenError 403   ModelNotFoundError 404
-│   ├── PathNotFoundError 404   MethodNotAllowedError 405   BodyTooLargeError 413
+│   ├── PathNotFoundError 404   ResponseNotFoundError 404   MethodNotAllowedError 405
+│   ├── BodyTooLargeError 413
 │   └── MemberNotFoundError 404   MemberConflictError 409   MemberRefusedError 422   (/instances)
 ├── FleetError            nobody can serve it now
 │   ├── NoInstanceError 503       no enabled, healthy instance of the model and role
@@ -87,6 +88,14 @@ class PathNotFoundError(RequestError):
     status = 404
     type = "NotFoundError"
     code = "path_not_found"
+
+
+class ResponseNotFoundError(RequestError):
+    """No instance keeps the response; in the words that engines have for it."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "response_not_found"
 
 
 class MethodNotAllowedError(RequestError):

@@ -253,7 +253,7 @@ class LocalLedger:
         book.predictions.purge(now_s)
         if work.remembered_s:
             book.approximate.purge(now_s - work.remembered_s)
-        else:
+        elif work.keys:  # a leg without says nothing of events
             book.approximate.clear()
         leg = _Leg(self, book, work, next(self._numbers), now_s)
         book.requests += 1

@@ -6,7 +6,7 @@ Rules:
    leg one value of `usage` is that leg's (`core.usage_splice`).
 2. An event stream passes event by event, anything else as it comes. What isn't a stream is held
    until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502. A larger one
-   passes as it comes, and its usage stays unknown.
+   passes as it comes, and its usage stays unknown; so does whatever the engine has encoded.
 3. A stream that breaks before `[DONE]` ends for the client in an error event and a broken
    connection, never in an end that looks like one.
 """
@@ -55,14 +55,24 @@ class AnswerPasser:
         headers = self._answer_headers(decoded.answer.headers, self._own_headers(decoded.plan))
         if is_event_stream(decoded.answer.headers):
             await self._pass_events(decoded, headers, withhold_usage=withhold_usage)
+        elif _is_encoded(decoded.answer.headers):
+            decoded.guard.first_token()
+            await self._start(decoded.answer.status, headers)
+            await self._pass_rest(decoded.answer, decoded.first)
         else:
             await self._pass_whole(decoded, headers)
 
-    async def pass_forwarded(self, answer: UpstreamAnswer, first: bytes, leg: LegRecord) -> None:
-        """Pass on whatever an instance answered."""
+    async def pass_forwarded(
+        self,
+        answer: UpstreamAnswer,
+        first: bytes,
+        leg: LegRecord,
+        watch: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """Pass on whatever an instance answered. `watch` sees it go by, and b"" at its end."""
         headers = self._answer_headers(answer.headers, ((b"x-kvlb-instance", leg.alias.encode()),))
         await self._start(answer.status, headers)
-        await self._pass_rest(answer, first)
+        await self._pass_rest(answer, first, watch)
 
     async def pass_refusal(self, refused: EngineRefusedError) -> None:
         """Pass on an engine's 4xx or 5xx: status, headers (Retry-After) and body are its own."""
@@ -163,16 +173,25 @@ class AnswerPasser:
         await self._start(answer.status, headers)
         await self._pass_rest(answer, bytes(held))
 
-    async def _pass_rest(self, answer: UpstreamAnswer, first: bytes) -> None:
+    async def _pass_rest(
+        self,
+        answer: UpstreamAnswer,
+        first: bytes,
+        watch: Callable[[bytes], None] | None = None,
+    ) -> None:
         """Pass `first` and what follows; a cut one breaks the client's connection, too."""
-        if first:
-            await self._exchange.write(first)
+        chunk = first
         try:
-            while chunk := await answer.next_chunk():
+            while chunk:
+                if watch is not None:
+                    watch(chunk)
                 await self._exchange.write(chunk)
+                chunk = await answer.next_chunk()
         except EngineError:
             await self._exchange.abort()
             raise
+        if watch is not None:
+            watch(b"")
         await self._finish()
 
     def _details(self, decoded: DecodeAnswer) -> bytes | None:
@@ -263,6 +282,10 @@ def encode_headers(encode: EncodeRecord) -> Headers:
         (b"x-kvlb-encode", names.encode()),
         (b"x-kvlb-encode-reason", encode.reason.encode()),
     )
+
+
+def _is_encoded(headers: Headers) -> bool:
+    return find_header(headers, b"content-encoding") not in {None, b"identity"}
 
 
 def _note_body(decoded: DecodeAnswer, body: bytearray) -> None:

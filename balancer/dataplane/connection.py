@@ -19,6 +19,7 @@ from typing import Final, cast
 
 import httptools
 
+from balancer.core.body import Body, pieces, size_bytes, whole
 from balancer.core.errors import (
     EngineClosedError,
     EngineError,
@@ -180,7 +181,7 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, answer: UpstreamAnswer, method: str, head: bytes, body: bytes) -> None:
+    def send(self, answer: UpstreamAnswer, method: str, head: bytes, body: Body) -> None:
         """Write a request whose answer goes to `answer`."""
         self._answer = answer
         self._parser = httptools.HttpResponseParser(self)
@@ -191,11 +192,12 @@ class Connection(asyncio.Protocol):
         self._headers = []
         if self._transport is None or self._transport.is_closing():
             self._fail_closed(answer)
-        elif len(body) <= _MAX_BUFFERED_BYTES:
-            self._transport.write(head + body)
+        elif size_bytes(body) <= _MAX_BUFFERED_BYTES:
+            self._transport.write(head + whole(body))
         else:
             self._transport.write(head)
-            self._transport.write(body)
+            for piece in pieces(body):
+                self._transport.write(piece)
 
     def abort(self) -> None:
         """Break the connection at once, unsent bytes and all."""

@@ -7,6 +7,7 @@ place where the figures ask for it.
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
+from balancer.core.body import PiecedBody
 from balancer.core.errors import BadRequestError, BodyTooLargeError, ClientGoneError
 from balancer.core.http_headers import find_header
 
@@ -23,8 +24,11 @@ class Exchange(Protocol):
     headers: tuple[tuple[bytes, bytes], ...]
     """Names in lower case."""
 
-    async def read_body(self, limit_bytes: int) -> bytes:
-        """The whole body. Raises BodyTooLargeError, or ClientGoneError if the client left."""
+    async def read_body(self, limit_bytes: int) -> PiecedBody:
+        """The whole body. Raises BodyTooLargeError, or ClientGoneError if the client left.
+
+        One that says how large it is is refused before any of it is read.
+        """
         ...
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -64,15 +68,22 @@ class AsgiExchange:
         self._receive = receive
         self._send = send
 
-    async def read_body(self, limit_bytes: int) -> bytes:
+    async def read_body(self, limit_bytes: int) -> PiecedBody:
         self._refuse_large(limit_bytes)
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body", False):
-            body: bytes = message.get("body", b"")
-            if len(body) > limit_bytes:
+        pieces: list[bytes] = []
+        size_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGoneError("the client left while it sent its body")
+            piece: bytes = message.get("body", b"")
+            size_bytes += len(piece)
+            if size_bytes > limit_bytes:
                 raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
-            return body
-        return await self._read_pieces(message, limit_bytes)
+            if piece:
+                pieces.append(piece)
+            if not message.get("more_body", False):
+                return PiecedBody(tuple(pieces))
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         await self._pass(
@@ -100,21 +111,6 @@ class AsgiExchange:
             raise BadRequestError("`content-length` is not a number")
         if int(length) > limit_bytes:
             raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
-
-    async def _read_pieces(self, message: Message, limit_bytes: int) -> bytes:
-        pieces = []
-        size = 0
-        while True:
-            if message["type"] != "http.request":
-                raise ClientGoneError("the client left while it sent its body")
-            piece: bytes = message.get("body", b"")
-            size += len(piece)
-            if size > limit_bytes:
-                raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                return b"".join(pieces)
-            message = await self._receive()
 
     async def _pass(self, message: Message) -> None:
         try:

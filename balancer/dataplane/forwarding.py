@@ -2,122 +2,233 @@
 
 Rules:
 
-1. The body passes untouched, whatever it is. Its model is read where it is named (JSON, or a
-   field of a form); an instance that serves it is chosen, the least busy one first.
-2. One retry elsewhere, as for generated answers: only while nothing has been answered.
+1. The body passes untouched, whatever it is (`core.forwarded` says what little is read of it).
+2. One retry elsewhere, as for generated answers: only while nothing has been answered. An instance
+   that doesn't have the path is followed by another without one; the last one's words are the
+   answer.
+3. A response that an instance keeps (Responses API) is asked of that instance, and what goes on
+   from it goes there. If nobody remembers which one it is, the instances are asked, all at once.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
+from balancer.core.body import PiecedBody
 from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.engine_paths import EnginePath
 from balancer.core.errors import (
     EngineError,
     EngineRefusedError,
     NoInstanceError,
+    ResponseNotFoundError,
 )
 from balancer.core.fleet import Fleet, Instance
-from balancer.core.forwarded import named_model
-from balancer.core.http_headers import Headers, find_header
-from balancer.core.model_lookup import find_model
+from balancer.core.forwarded import ReadBody, read_body
+from balancer.core.http_headers import Headers, drop_header, find_header
+from balancer.core.lacking import may_lack, says_lacking
+from balancer.core.load import LegGuard
 from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.stored_responses import ResponseIdReader, StoredResponses
 from balancer.dataplane.answers import AnswerPasser
-from balancer.dataplane.beginnings import MAX_ERROR_BYTES
+from balancer.dataplane.beginnings import MAX_ERROR_BYTES, is_event_stream
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.leg_sender import LegSender
+from balancer.dataplane.placing import Place, Placing
 from indexer.core.types import InstanceId
+
+_SEARCH_S: Final = 2.0
+_MAX_ASKED: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwarded:
     """A request to hand over."""
 
+    use: EnginePath
     method: str
-    target: str
+    path: str
+    query: str
+    """With its question mark, or empty."""
     headers: Headers
-    body: bytes
+    body: PiecedBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Errand:
+    """A request, understood."""
+
+    request: Forwarded
+    read: ReadBody
+    record: RequestRecord
+    passer: AnswerPasser
 
 
 class Forwarding:
-    """One per process: it counts what it has handed to whom."""
+    """One per process: it knows who keeps which response."""
 
     def __init__(
-        self, *, sender: LegSender, settings: DataPlaneSettings, clock: Callable[[], float]
+        self,
+        *,
+        sender: LegSender,
+        settings: DataPlaneSettings,
+        clock: Callable[[], float],
+        placing: Placing,
     ) -> None:
+        self._placing = placing
         self._sender = sender
         self._retries = settings.retries
         self._clock = clock
-        self._in_flight: Counter[InstanceId] = Counter()
-        self._turn = 0
+        self._stored = StoredResponses(settings.remembered_responses)
 
     async def carry(
         self, fleet: Fleet, request: Forwarded, record: RequestRecord, passer: AnswerPasser
     ) -> None:
         """Get it answered. Raises BalancerError."""
-        candidates = self._candidates(fleet, request, record)
+        kind = find_header(request.headers, b"content-type") or b""
+        read = read_body(kind, request.body, generates=request.use.generates)
+        record.stream = read.stream
+        errand = _Errand(request=request, read=read, record=record, passer=passer)
+        places = await self._places(fleet, errand)
         retries_left = self._retries
         while True:
-            instance = candidates.pop(0)
+            place = places.pop(0)
             try:
-                await self._carry_to(instance, request, record, passer)
+                await self._carry_to(place, errand)
             except EngineError as error:
-                safe = error.retryable and record.status is None
-                if not safe or not retries_left or not candidates:
+                if record.status is not None or not places:
                     raise
-                retries_left -= 1
+                if not _is_lacking(error):
+                    if not error.retryable or not retries_left:
+                        raise
+                    retries_left -= 1
             else:
                 return
 
-    def _candidates(
-        self, fleet: Fleet, request: Forwarded, record: RequestRecord
-    ) -> list[Instance]:
-        """Instances that may answer, least busy first, equals in turn."""
-        name = named_model(find_header(request.headers, b"content-type") or b"", request.body)
-        instances = list(fleet.instances)
-        if name is not None:
-            meant = find_model(fleet, name)
-            record.model, record.base_model = meant.model, meant.base_model
-            instances = list(fleet.serving(meant.model))
-        able = [each for each in instances if each.is_available and each.role.answers_clients]
-        if not able:
-            raise NoInstanceError("no instance that could answer this is available")
-        self._turn += 1
-        turn = self._turn % len(able)
-        return sorted(able[turn:] + able[:turn], key=lambda each: self._in_flight[each.id])
+    async def _places(self, fleet: Fleet, errand: _Errand) -> list[Place]:
+        use, read = errand.request.use, errand.read
+        named = use.response
+        if named is None:
+            # What is wrong with the model is told first, as engines do it.
+            places = self._placing.places(
+                fleet, model=read.model, path=errand.request.path, record=errand.record
+            )
+            named = read.previous_response if use.makes_response else None
+            if named is None:
+                return places
+        return [self._placing.place(await self._holder(fleet, named, errand.request.headers))]
 
-    async def _carry_to(
-        self, instance: Instance, request: Forwarded, record: RequestRecord, passer: AnswerPasser
-    ) -> None:
+    async def _holder(self, fleet: Fleet, response: str, headers: Headers) -> Instance:
+        """Who keeps `response`. Raises ResponseNotFoundError or NoInstanceError."""
+        known = self._stored.find(response)
+        holder = None if known is None else fleet.by_id(known)
+        if holder is None:
+            holder = await self._search(fleet, response, headers)
+            self._stored.put(response, holder.id)
+        if not holder.healthy:
+            raise NoInstanceError("the instance that keeps this response is not available")
+        return holder
+
+    async def _search(self, fleet: Fleet, response: str, headers: Headers) -> Instance:
+        """Ask every instance at once; it is kept by one of them, or by none."""
+        asked = [each for each in fleet.instances if each.healthy and each.role.answers_clients]
+        if len(asked) == 1:
+            return asked[0]  # it says itself if it doesn't keep it
+        found: list[Instance] = []
+
+        async def ask(instance: Instance) -> None:
+            if await self._keeps(instance, response, headers):
+                found.append(instance)
+
+        async with asyncio.TaskGroup() as group:
+            for instance in asked[:_MAX_ASKED]:
+                group.create_task(ask(instance))
+        if not found:
+            message = f"Response with id '{response}' not found."
+            raise ResponseNotFoundError(message, param="response_id")
+        return found[0]
+
+    async def _keeps(self, instance: Instance, response: str, headers: Headers) -> bool:
+        bare = drop_header(drop_header(headers, b"content-type"), b"accept-encoding")
+        try:
+            async with asyncio.timeout(_SEARCH_S):
+                answer = await self._sender.send(
+                    instance, "GET", f"/v1/responses/{response}", bare, b""
+                )
+                answer.close()
+        except (EngineError, TimeoutError):
+            return False
+        return answer.status == 200
+
+    async def _carry_to(self, place: Place, errand: _Errand) -> None:
+        request = errand.request
+        headers = (*request.headers, *(place.pin if request.use.generates else ()))
         with (
-            self._counted(instance),
-            self._sender.recorded(instance, "forward", record, None) as leg,
+            self._placing.hold(place) as guard,
+            self._sender.recorded(place.instance, "forward", errand.record, None) as leg,
         ):
             answer = await self._sender.send(
-                instance, request.method, request.target, request.headers, request.body
+                place.instance,
+                request.method,
+                request.path + request.query,
+                headers,
+                errand.read.body,
             )
             try:
                 leg.status = answer.status
-                await _refuse_busy(answer, leg)
-                first = await answer.next_chunk()
-                leg.first_byte_s = self._clock()
-                await passer.pass_forwarded(answer, first, leg)
+                await self._refuse(place, errand, answer, leg)
+                await self._pass(place, errand, answer, leg, guard)
             finally:
                 answer.close()
 
-    @contextmanager
-    def _counted(self, instance: Instance) -> Iterator[None]:
-        self._in_flight[instance.id] += 1
-        try:
-            yield
-        finally:
-            self._in_flight[instance.id] -= 1
-            if not self._in_flight[instance.id]:
-                del self._in_flight[instance.id]
+    async def _refuse(
+        self, place: Place, errand: _Errand, answer: UpstreamAnswer, leg: LegRecord
+    ) -> None:
+        """Read what another instance might do better. Raises EngineRefusedError."""
+        path, status = errand.request.path, answer.status
+        kept = errand.request.use.response
+        if kept is not None and status == 404:
+            self._stored.drop(kept)
+        elif status == 503 or (may_lack(status) and errand.request.method != "HEAD"):
+            body = await answer.read(MAX_ERROR_BYTES)
+            if says_lacking(status, body):
+                self._placing.lacking.note(place.instance.id, path, self._clock())
+            raise EngineRefusedError(status, answer.headers, body, alias=leg.alias)
+
+    async def _pass(
+        self,
+        place: Place,
+        errand: _Errand,
+        answer: UpstreamAnswer,
+        leg: LegRecord,
+        guard: LegGuard,
+    ) -> None:
+        first = await answer.next_chunk()
+        leg.first_byte_s = self._clock()
+        if errand.request.use.generates:
+            guard.first_token()
+        watch = None
+        if errand.request.use.makes_response and answer.status == 200:
+            watch = self._watch(answer, place.instance.id)
+        await errand.passer.pass_forwarded(answer, first, leg, watch)
+
+    def _watch(self, answer: UpstreamAnswer, holder: InstanceId) -> Callable[[bytes], None]:
+        """Remember who gave a response as soon as its id has passed."""
+        reader = ResponseIdReader(is_stream=is_event_stream(answer.headers))
+
+        def watch(chunk: bytes) -> None:
+            if reader.is_over:
+                return
+            if chunk:
+                reader.feed(chunk)
+            else:
+                reader.finish()
+            if reader.id is not None:
+                self._stored.put(reader.id, holder)
+
+        return watch
 
 
-async def _refuse_busy(answer: UpstreamAnswer, leg: LegRecord) -> None:
-    if answer.status == 503:
-        body = await answer.read(MAX_ERROR_BYTES)
-        raise EngineRefusedError(503, answer.headers, body, alias=leg.alias)
+def _is_lacking(error: EngineError) -> bool:
+    return isinstance(error, EngineRefusedError) and says_lacking(error.status, error.body)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from balancer.core.body import Body
 from balancer.core.errors import (
     BalancerError,
     EngineError,
@@ -45,7 +46,7 @@ class LegSender:
         method: str,
         target: str,
         headers: Headers,
-        body: bytes,
+        body: Body,
         *,
         on_ready: Callable[[], None] | None = None,
     ) -> UpstreamAnswer:
@@ -53,14 +54,18 @@ class LegSender:
 
         `on_ready` is asked just before the request is written; what it raises ends the attempt.
         """
+        headers = self.own_headers(instance, headers)
+        return await self._upstream.send(
+            instance.id, method, target, headers, body, on_ready=on_ready
+        )
+
+    def own_headers(self, instance: Instance, headers: Headers) -> Headers:
+        """What an instance is sent: its own key in the client's place, and our trace."""
         key = self.engine_key(instance.id)
         if key is not None:
             bearer = b"Bearer " + key.encode()
             headers = (*drop_header(headers, b"authorization"), (b"authorization", bearer))
-        headers = self._tracing.pass_on(headers)
-        return await self._upstream.send(
-            instance.id, method, target, headers, body, on_ready=on_ready
-        )
+        return self._tracing.pass_on(headers)
 
     def blames_client(self, instance: Instance, error: BalancerError) -> bool:
         """Tell whether another engine would refuse the request, too."""

@@ -19,11 +19,17 @@ import structlog
 
 from balancer.connectors.contract import Connector
 from balancer.connectors.encoders import encoder_connectors
+from balancer.core.body import whole
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.encode_settings import EncodeSettings
 from balancer.core.encoded_items import EncodedItems
 from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
-from balancer.core.errors import BalancerError, ClientGoneError, EngineRefusedError, FleetError
+from balancer.core.errors import (
+    BalancerError,
+    ClientGoneError,
+    EngineRefusedError,
+    FleetError,
+)
 from balancer.core.fleet import Fleet
 from balancer.core.full_reports import FullReports
 from balancer.core.generate import read_generate
@@ -33,15 +39,17 @@ from balancer.core.http_headers import (
     clean_request_id,
     drop_header,
     find_header,
+    pass_answer_headers,
     pass_request_headers,
 )
 from balancer.core.load import LoadLedger
-from balancer.core.local_ledger import LocalLedger
 from balancer.core.openai_errors import render_error
 from balancer.core.record import RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.rewrite import splice_usage, wants_usage
+from balancer.core.session_close import INTERNAL_ERROR, SERVICE_RESTART
 from balancer.dataplane.answers import AnswerPasser
+from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.encoding import EncodeMeans
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.forwarding import Forwarded, Forwarding
@@ -50,6 +58,8 @@ from balancer.dataplane.jobs import Job
 from balancer.dataplane.leg_sender import EngineKey, LegSender, ReportHealth
 from balancer.dataplane.legs import Legs
 from balancer.dataplane.one_leg import DecodeAnswer, OnLegEnd
+from balancer.dataplane.placing import Placing
+from balancer.dataplane.realtime import Realtime
 from balancer.dataplane.upstream import Upstream
 from balancer.routing.router import Router
 from balancer.tracing import NoTracing, Tracing
@@ -81,12 +91,12 @@ class DataPlane:
         report_health: ReportHealth,
         clock: Callable[[], float],
         new_id: Callable[[], str],
+        ledger: LoadLedger,
         engine_key: EngineKey = lambda _: None,
         tracing: Tracing | None = None,
         handling: Handling | None = None,
         on_leg_end: OnLegEnd = lambda _forecast, _leg: None,
         full_reports: FullReports | None = None,
-        ledger: LoadLedger | None = None,
         encoded: EncodedItems | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
@@ -117,7 +127,7 @@ class DataPlane:
             full_reports=full_reports or FullReports(0),
             encode=EncodeMeans(
                 sender=sender,
-                ledger=ledger or LocalLedger(clock),
+                ledger=ledger,
                 items=EncodedItems(EncodeSettings()) if encoded is None else encoded,
                 connectors=encoder_connectors(),
                 clock=clock,
@@ -125,7 +135,11 @@ class DataPlane:
             ),
         )
         self._handling = handling or Handling()
-        self._forwarding = Forwarding(sender=sender, settings=settings, clock=clock)
+        placing = Placing(ledger=ledger, clock=clock)
+        self._forwarding = Forwarding(
+            sender=sender, settings=settings, clock=clock, placing=placing
+        )
+        self._realtime = Realtime(sender=sender, settings=settings, clock=clock, placing=placing)
 
     def proxies(self, path: str) -> bool:
         """Tell whether `handle` answers `path`."""
@@ -133,10 +147,7 @@ class DataPlane:
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one request. Raises nothing but cancellation."""
-        asked_id = clean_request_id(find_header(exchange.headers, b"x-request-id"))
-        record = RequestRecord(
-            request_id=asked_id or self._new_id(), path=exchange.path, arrived_s=self._clock()
-        )
+        record = self._begin(exchange)
         passer = AnswerPasser(
             exchange=exchange, record=record, settings=self._settings, clock=self._clock
         )
@@ -150,34 +161,65 @@ class DataPlane:
             await self._part(record, passer)
             raise
         except Exception as error:  # noqa: BLE001 - the outermost: a bug costs one request
-            record.error = type(error).__name__
-            self._log.error("request_failed", **_bug_facts(error, record))
+            self._note_bug(error, record)
             await self._tell(BalancerError("internal error"), record, passer)
         finally:
-            record.ended_s = self._clock()
-            self._on_record(record)
-            self._log.info("request_done", **_facts(record))
+            self._conclude(record)
+
+    async def relay(self, socket: ClientSocket) -> None:
+        """Carry one WebSocket session to its end. Raises nothing but cancellation."""
+        record = self._begin(socket)
+        try:
+            with self._tracing.request(record, socket.headers):
+                await self._realtime.carry(self._fleet(), socket, record)
+        except BalancerError as error:
+            await _end_session(error, record, socket)
+        except asyncio.CancelledError:
+            record.error = "cancelled"
+            await _end_session(FleetError("this balancer is shutting down"), record, socket)
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note_bug(error, record)
+            await _end_session(BalancerError("internal error"), record, socket)
+        finally:
+            self._conclude(record)
+
+    def _begin(self, asked: Exchange | ClientSocket) -> RequestRecord:
+        asked_id = clean_request_id(find_header(asked.headers, b"x-request-id"))
+        return RequestRecord(
+            request_id=asked_id or self._new_id(), path=asked.path, arrived_s=self._clock()
+        )
+
+    def _note_bug(self, error: Exception, record: RequestRecord) -> None:
+        record.error = type(error).__name__
+        self._log.error("request_failed", **_bug_facts(error, record))
+
+    def _conclude(self, record: RequestRecord) -> None:
+        record.ended_s = self._clock()
+        self._on_record(record)
+        self._log.info("request_done", **_facts(record))
 
     async def _answer(
         self, exchange: Exchange, record: RequestRecord, passer: AnswerPasser
     ) -> None:
-        use = find_path(exchange.method, exchange.path).use
+        use = find_path(exchange.method, exchange.path)
         body = await exchange.read_body(self._settings.max_body_bytes)
         query = "?" + exchange.query.decode("latin-1") if exchange.query else ""
         headers = pass_request_headers(exchange.headers)
-        if use is PathUse.FORWARD:
+        if use.use is PathUse.FORWARD:
             request_id = (b"x-request-id", record.request_id.encode())
             forwarded = Forwarded(
+                use=use,
                 method=exchange.method,
-                target=exchange.path + query,
+                path=exchange.path,
+                query=query,
                 headers=(*headers, request_id),
                 body=body,
             )
             work = self._forwarding.carry(self._fleet(), forwarded, record, passer)
         else:
-            work = self._generate(
-                self._read(exchange, headers, body, record), query, record, passer
-            )
+            request = self._read(exchange, headers, whole(body), record)
+            work = self._generate(request, query, record, passer)
         await _while_client_stays(exchange, record, work)
 
     def _read(
@@ -260,6 +302,22 @@ class DataPlane:
                 await passer.pass_own(told.status, told.headers, told.body)
         except ClientGoneError:
             return  # it left before it could read the error
+
+
+async def _end_session(error: BalancerError, record: RequestRecord, socket: ClientSocket) -> None:
+    """Tell the client of `error`: by an answer, or by how its session is closed."""
+    record.error = record.error or error.code or error.type
+    with suppress(ClientGoneError):
+        if socket.is_accepted:
+            cancelled = isinstance(error, FleetError)
+            await socket.close(SERVICE_RESTART if cancelled else INTERNAL_ERROR, "")
+            return
+        record.status = error.status
+        if isinstance(error, EngineRefusedError):
+            await socket.refuse(error.status, pass_answer_headers(error.headers), error.body)
+        elif not isinstance(error, ClientGoneError):
+            told = render_error(error, path=record.path)
+            await socket.refuse(told.status, told.headers, told.body)
 
 
 async def _while_client_stays(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from balancer.core.body import Body, size_bytes
 from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineUnreachableError
 from balancer.dataplane.connection import Connection, UpstreamAnswer
 
@@ -70,7 +71,7 @@ class Upstream:
         method: str,
         target: str,
         headers: Sequence[tuple[bytes, bytes]],
-        body: bytes,
+        body: Body,
         *,
         on_ready: Callable[[], None] | None = None,
     ) -> UpstreamAnswer:
@@ -83,7 +84,7 @@ class Upstream:
         pool = self._pools.get(base_url)
         if pool is None:
             pool = self._pools[base_url] = _Pool(_read_origin(base_url))
-        head = _write_head(pool.origin, method, target, headers, len(body))
+        head = _write_head(pool.origin, method, target, headers, size_bytes(body))
         reused = self._take_idle(pool)
         if reused is not None:
             try:
@@ -119,7 +120,7 @@ class Upstream:
         await asyncio.sleep(0)  # the loop closes the sockets in its next turn
 
     async def _exchange(
-        self, pool: _Pool, connection: Connection, method: str, head: bytes, body: bytes
+        self, pool: _Pool, connection: Connection, method: str, head: bytes, body: Body
     ) -> UpstreamAnswer:
         answer = UpstreamAnswer(
             connection,

@@ -38,6 +38,18 @@ class UnknownModelError(RequestRefusedError):
     kind = "NotFoundError"
 
 
+class ResponseRefusedError(RequestRefusedError):
+    """Of the Responses API's own refusals."""
+
+    kind = "invalid_request_error"
+
+
+class ResponseNotFoundError(ResponseRefusedError):
+    """No response is kept under this id."""
+
+    status = 404
+
+
 class OverloadedError(RequestRefusedError):
     """The queue limit is reached; meant to be tried on another instance."""
 

@@ -98,6 +98,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     finds its port taken publishes nothing (vLLM would not start)."""
     side_channel_host: str | None = None
     """`VLLM_NIXL_SIDE_CHANNEL_HOST`; another one than its own makes it unreachable for others."""
+    responses_store: bool = False
+    """`VLLM_ENABLE_RESPONSES_API_STORE=1`: answers of the Responses API are kept."""
+    serves: Literal["generate", "pooling", "transcription"] = "generate"
+    """What kind of model it is, which decides about its paths."""
     keep_alive_s: int = 5
     """`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`."""
 

@@ -2,7 +2,13 @@
 
 import pytest
 
-from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
+from balancer.core.engine_paths import (
+    PathUse,
+    belongs_to_engines,
+    find_path,
+    is_session,
+    methods_of,
+)
 from balancer.core.errors import MethodNotAllowedError, PathNotFoundError
 
 
@@ -22,8 +28,11 @@ def test_generation_is_routed_by_cache(path: str) -> None:
         ("POST", "/v1/responses"),
         ("GET", "/v1/responses/resp_1-a"),
         ("POST", "/v1/responses/resp_1/cancel"),
+        ("DELETE", "/v1/responses/resp_1"),
         ("POST", "/v1/responses/render"),
+        ("POST", "/invocations"),
         ("GET", "/tokenizer_info"),
+        ("HEAD", "/tokenizer_info"),
     ],
 )
 def test_other_engine_paths_are_forwarded(method: str, path: str) -> None:
@@ -37,7 +46,8 @@ def test_other_engine_paths_are_forwarded(method: str, path: str) -> None:
     [
         ("GET", "/v1/completions", "POST"),
         ("OPTIONS", "/v1/embeddings", "POST"),
-        ("POST", "/v1/responses/resp_1", "GET"),
+        ("POST", "/v1/responses/resp_1", "GET, HEAD, DELETE"),
+        ("GET", "/v1/responses/resp_1/cancel", "POST"),
         ("GET", "/v1/responses/render", "POST"),
     ],
 )
@@ -74,3 +84,28 @@ def test_unknown_and_administrative_paths_are_404(path: str) -> None:
 def test_administration_is_not_ours(path: str) -> None:
     """The model list is merged, the rest is about the balancer."""
     assert not belongs_to_engines(path)
+
+
+def test_kept_responses_are_named_by_their_path() -> None:
+    """The id, be it to read, to delete or to cancel; only making one keeps one."""
+    assert find_path("GET", "/v1/responses/resp_1").response == "resp_1"
+    assert find_path("POST", "/v1/responses/resp_1/cancel").response == "resp_1"
+    assert find_path("POST", "/v1/responses").makes_response
+    assert not find_path("POST", "/v1/responses/render").makes_response
+
+
+def test_sockets_are_told_apart() -> None:
+    """An ordinary request for one is told what it takes."""
+    assert is_session("/v1/realtime")
+    assert not is_session("/v1/responses")
+    assert not is_session("/v1/nonsense")
+    assert belongs_to_engines("/v1/realtime")
+    with pytest.raises(PathNotFoundError, match="WebSocket"):
+        find_path("GET", "/v1/realtime")
+
+
+def test_methods_are_known_without_asking_for_one() -> None:
+    """For preflights: what is no plain path of the engines' takes nothing."""
+    assert methods_of("/v1/embeddings") == ("POST",)
+    assert methods_of("/v1/realtime") == ()
+    assert methods_of("/pause") == ()

@@ -24,8 +24,14 @@ from balancer.core.policies import named_policy
 from balancer.core.record import RequestRecord
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.exchange import AsgiExchange
 from balancer.dataplane.plane import DataPlane
+from balancer.dataplane.server_protocols import (
+    MAX_MESSAGE_BYTES,
+    ExactHttp,
+    PatientWebSocket,
+)
 from balancer.dataplane.upstream import Upstream
 from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
@@ -259,6 +265,7 @@ class Balancer:
                 "fleet": lambda: self.fleet,
                 "reader": IdPrompts(),
                 "router": router,
+                "ledger": self.ledger,
                 "upstream": self.upstream,
                 "settings": settings,
                 "on_record": self._on_record,
@@ -284,7 +291,10 @@ class Balancer:
         self._noted.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.dataplane.handle(AsgiExchange(scope, receive, send))
+        if scope["type"] == "websocket":
+            await self.dataplane.relay(ClientSocket(scope, receive, send))
+        else:
+            await self.dataplane.handle(AsgiExchange(scope, receive, send))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Balancer"]:
@@ -295,7 +305,9 @@ class Balancer:
             uvicorn.Config(
                 self,
                 loop="none",
-                http="httptools",
+                http=ExactHttp,
+                ws=PatientWebSocket,
+                ws_max_size=MAX_MESSAGE_BYTES,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from balancer.connectors.contract import Connector, LegContext, LegRequest, Style
+from balancer.core.body import PiecedBody
 from balancer.core.errors import ClientGoneError
 from balancer.core.fleet import Fleet, Role
 from balancer.core.prefill_rewrite import prefill_body
@@ -321,8 +322,8 @@ class DeafExchange:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    async def read_body(self, limit_bytes: int) -> bytes:  # noqa: ARG002
-        return json.dumps(request()).encode()
+    async def read_body(self, limit_bytes: int) -> PiecedBody:  # noqa: ARG002
+        return PiecedBody((json.dumps(request()).encode(),))
 
     async def start(self, status: int, headers: object) -> None:  # noqa: ARG002
         raise ClientGoneError("gone")

@@ -43,7 +43,7 @@ async def test_json_paths_are_forwarded_as_they_are(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, path: str
 ) -> None:
     """On their own path, byte for byte, never turned into a chat call (F54)."""
-    raw = b'{"model": "m", "input": ["a", "b"], "kv_transfer_params": null}'
+    raw = b'{"model": "m", "input": ["a", "b"]}'
     async with engine(echo) as fake, balancer(instance(fake)) as proxy:
         assert proxy.dataplane.proxies(path)
         answer = await client.post(
@@ -254,3 +254,102 @@ async def test_leaving_client_stops_the_engine(
 
         (record,) = await proxy.wait_for_records(1)
         assert [(leg.kind, leg.error) for leg in record.legs] == [("forward", "cancelled")]
+
+
+async def test_transfers_are_not_for_clients_to_order(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Taken out wherever a prompt runs, not only on the scored paths."""
+    asked = {"model": "m", "input": "x", "kv_transfer_params": {"do_remote_prefill": True}}
+    async with engine(echo) as fake, balancer(instance(fake)) as proxy:
+        for path in ("/v1/responses", "/v1/messages", "/inference/v1/generate"):
+            await client.post(proxy.url + path, json=asked)
+
+        assert [each.json for each in fake.received] == [{"model": "m", "input": "x"}] * 3
+
+
+async def test_instance_without_the_path_is_passed_over(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """In a fleet of mixed releases the others serve it, and it isn't asked again for a while."""
+
+    async def too_old(received: Any, wire: Any) -> None:
+        error = {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
+        await wire.json({"error": error}, 404)
+
+    async with engine(too_old) as old, engine(echo) as new:
+        async with balancer(instance(old, "e0"), instance(new, "e1")) as proxy:
+            answers = [
+                await client.post(proxy.url + "/v1/messages", json={"model": "m"}) for _ in range(6)
+            ]
+
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert len(old.received) == 1
+
+
+async def test_path_that_nobody_has_is_refused_in_the_engines_words(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Each instance is asked once per request; the last one's answer is the client's."""
+
+    async def not_built(received: Any, wire: Any) -> None:
+        error = {"message": "no", "type": "NotImplementedError", "param": None, "code": 501}
+        await wire.json({"error": error}, 501)
+
+    async with engine(not_built) as one, engine(not_built) as two:
+        async with balancer(instance(one, "e0"), instance(two, "e1")) as proxy:
+            answer = await client.post(proxy.url + "/v1/messages", json={"model": "m"})
+
+        assert answer.status_code == 501
+        assert answer.json()["error"]["message"] == "no"
+        assert (len(one.received), len(two.received)) == (1, 1)
+
+
+async def test_unknown_model_is_no_missing_path(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """An adapter that was unloaded just now: the engine's own 404, from one engine."""
+
+    async def unloaded(received: Any, wire: Any) -> None:
+        error = {"message": "no m", "type": "NotFoundError", "param": "model", "code": 404}
+        await wire.json({"error": error}, 404)
+
+    async with engine(unloaded) as one, engine(unloaded) as two:
+        async with balancer(instance(one, "e0"), instance(two, "e1")) as proxy:
+            answer = await client.post(proxy.url + "/v1/embeddings", json={"model": "m"})
+
+        assert answer.status_code == 404
+        assert len(one.received) + len(two.received) == 1
+
+
+async def test_forwarded_requests_count_as_load(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """In the same books as scored ones, until the last byte."""
+
+    async def slow(received: Any, wire: Any) -> None:
+        await wire.head()
+        await wire.chunk(b"half")
+        counted.append(proxy.in_flight())
+        await wire.end()
+
+    counted: list[int] = []
+    async with engine(slow) as fake, balancer(instance(fake)) as proxy:
+        await client.post(proxy.url + "/v1/messages", json={"model": "m"})
+        await proxy.wait_for_records(1)
+
+        assert counted == [1]
+        assert proxy.in_flight() == 0
+
+
+async def test_generation_is_pinned_to_the_rank_it_is_booked_on(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Where the engine takes the header; a client's own is never passed."""
+    async with engine(echo) as fake, balancer(instance(fake, ranks=(2, 3), rank_base=2)) as proxy:
+        for path in ("/v1/messages", "/v1/embeddings"):
+            await client.post(
+                proxy.url + path, json={"model": "m"}, headers={"x-data-parallel-rank": "7"}
+            )
+
+        assert [each.header("x-data-parallel-rank") for each in fake.received] == ["0", None]

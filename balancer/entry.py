@@ -1,0 +1,53 @@
+"""Where every request enters: who answers a path, and what browsers may ask.
+
+Engines' paths go to the data plane without touching the web framework; everything else goes to
+the FastAPI application of `balancer.routes`. Pages of other origins may call what clients may, if
+the operator has named them, and never what operators may.
+"""
+
+import asyncio
+
+from balancer.core.cors import Cors
+from balancer.core.engine_paths import methods_of
+from balancer.dataplane.client_socket import ClientSocket
+from balancer.dataplane.cross_origin import Application, CrossOrigin, Message, Receive, Send
+from balancer.dataplane.exchange import AsgiExchange
+from balancer.dataplane.plane import DataPlane
+
+
+class Entry:
+    """An ASGI application made of two."""
+
+    def __init__(self, *, routes: Application, dataplane: DataPlane, cors: Cors) -> None:
+        self._routes = routes
+        self._dataplane = dataplane
+        self._answer: Application = self._dispatch
+        if cors.is_on:
+            self._answer = CrossOrigin(self._dispatch, cors, methods=_browsers_methods)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one connection of the server's."""
+        if scope["type"] == "lifespan":
+            await self._routes(scope, receive, send)
+            return
+        try:
+            if scope["type"] == "websocket":
+                await self._dataplane.relay(ClientSocket(scope, receive, send))
+            else:
+                await self._answer(scope, receive, send)
+        except asyncio.CancelledError:
+            # Only a server that has to end cancels an answer, and nothing of the task is left to
+            # do: it would log a traceback for what the request's own line tells.
+            return
+
+    async def _dispatch(self, scope: Message, receive: Receive, send: Send) -> None:
+        if self._dataplane.proxies(scope["path"]):
+            await self._dataplane.handle(AsgiExchange(scope, receive, send))
+        else:
+            await self._routes(scope, receive, send)
+
+
+def _browsers_methods(path: str) -> tuple[str, ...]:
+    if path == "/v1/models" or path.startswith("/v1/models/"):
+        return ("GET", "HEAD")
+    return methods_of(path)
