@@ -26,6 +26,7 @@ from indexer.rank_keeper import RankKeeper
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
+from indexer.turns import Turns
 
 MODEL = "model"
 BLOCK_SIZE = 16
@@ -35,7 +36,7 @@ ANSWERS = round(STORE_BLOCKS * 0.3 / 0.7)
 """One-hash stores that follow each long one."""
 EVENTS_PER_FRAME = 8
 KEPT_CONVERSATIONS = 8
-TURN_S = 0.001
+TURN_S = 0.00025
 """How long a rank may keep the loop, as in the indexer."""
 
 
@@ -44,14 +45,19 @@ def draw(seed: int) -> random.Random:
     return random.Random(seed)  # noqa: S311 - a workload, not a secret
 
 
-def make_prompt(tokens: int) -> Prompt:
-    """The one that ranks hold and lookups ask for."""
-    return Prompt(Namespace(model=MODEL), prompt_tokens(tokens))
+def opened(url: str) -> RedisConnection:
+    """A connection that waits for whatever is measured."""
+    return RedisConnection(RedisSettings(url=url, write_timeout_s=60, read_timeout_s=60))
 
 
 def prompt_tokens(tokens: int) -> Sequence[int]:
-    """Its token ids."""
+    """What ranks hold and lookups ask for."""
     return draw(1).choices(range(VOCABULARY), k=tokens)
+
+
+def prompt_of(token_ids: Sequence[int]) -> Prompt:
+    """As a balancer asks for it."""
+    return Prompt(Namespace(model=MODEL), token_ids)
 
 
 def event_frames(conversations: int, seed: int = 3) -> tuple[list[bytes], int]:
@@ -117,7 +123,12 @@ class WrittenRank:
         self.blocks = RankBlocks(rank=self.id, model=MODEL, epoch=epoch, keeps_rows=True)
         source = RankSource(rank=self.id, alias="engine", model=MODEL, events="", replay=None)
         self.keeper = RankKeeper(
-            index=index, journal=index, source=source, faults=self.faults, on_progress=lambda: None
+            index=index,
+            journal=index,
+            source=source,
+            faults=self.faults,
+            on_progress=lambda: None,
+            turns=Turns(),
         )
         self._seq = 0
 

@@ -114,6 +114,7 @@ class FollowedRank:
             counts=self._counts,
         )
         subscriber.on_progress = self._means.on_progress
+        subscriber.turns = self._means.turns
         return writer, subscriber
 
     @property

@@ -11,6 +11,7 @@ Cost: 30 to 60 bytes per (block, holder) beside the key itself, which the writer
 with those (`core.block_tree`) 260 to 300 bytes at one holder, 100 to 130 at 16.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
@@ -195,33 +196,31 @@ def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
     """For a rank that has a full group."""
     first = life.fulls[0]
     size = first.spec.block_size
-    keys = prompt.keys(size)
-    held = [(tier, keys_held) for tier, keys_held in first.tiers.items() if keys_held]
     if len(life.groups) > 1:
         blocks = _agreed_tokens(life, prompt) // size
     else:
-        blocks = _depth([each for _, each in held], keys, prompt.hit_limit_blocks(size))
+        blocks = _depth(first.held, prompt.keys_backwards(size))
     if not blocks:
         return {}
+    held = [(tier, keys) for tier, keys in first.tiers.items() if keys]
     if len(held) == 1:
         return {held[0][0]: blocks * size}
-    return _tokens_by_tier(held, keys[:blocks], size)
+    return _tokens_by_tier(held, prompt.keys(size)[:blocks], size)
 
 
-def _depth(tiers: Sequence[Keys], keys: Sequence[BlockKey], limit: int) -> int:
-    """How many of the first `limit` blocks are held, by bisection: held means reachable."""
-    if not tiers or not limit:
+def _depth(tiers: Sequence[Keys], backwards: Sequence[BlockKey]) -> int:
+    """How many of a prompt's first blocks are held, by bisection: held means reachable.
+
+    From the last block to the first "held" goes from False to True, which is what `bisect` is for.
+    """
+    if not tiers:
         return 0
-    fastest, slower = tiers[0], tiers[1:]
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high) // 2
-        key = keys[middle]
-        if key in fastest or (slower and any(key in held for held in slower)):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    fastest, *slower = tiers
+    if not slower:
+        return len(backwards) - bisect_left(backwards, True, key=fastest.__contains__)
+    return len(backwards) - bisect_left(
+        backwards, True, key=lambda key: any(key in keys for keys in tiers)
+    )
 
 
 def _tokens_by_tier(
@@ -242,7 +241,7 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
     """Where all groups of a hybrid model let a hit end."""
     step = life.step_tokens
     end = min(
-        _depth(full.held, prompt.keys(size), prompt.hit_limit_blocks(size)) * size
+        _depth(full.held, prompt.keys_backwards(size)) * size
         for full in life.fulls
         for size in (full.spec.block_size,)
     )

@@ -4,9 +4,10 @@ Rules:
 
 1. Following the engine never waits for a broken index. What couldn't be written is not queued:
    the rank's own tables have it, and the heartbeat writes all of it anew when the index answers.
-2. Batches that come while one is being written are written together, net, as the next update. A
-   rank that is busy pays one round trip for many; `written_seq` tells how far the index is. No
-   more than `_MOST_UNWRITTEN_BYTES` of them wait, so that one update is never a long script.
+2. Batches that come while one is being written, or waits for a place (`RankJournal.writing`), are
+   written together, net, as the next update. A rank that is busy pays one round trip for many;
+   `written_seq` tells how far the index is. No more than `_MOST_UNWRITTEN_BYTES` of them wait, so
+   that one update is never a long script.
 3. At each heartbeat the lease is renewed, and it shows if the index still has what was written.
 4. A full index is given room: the rank's entries, which are out of date, are withdrawn.
 5. Another process that writes this rank is no fault to recover from: `NotOwnerError` goes up.
@@ -37,6 +38,7 @@ from indexer.core.known_batches import payload_digest
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.slices import slices
 from indexer.core.types import Trust
+from indexer.turns import Turns
 
 _logger = structlog.get_logger(__name__)
 
@@ -73,6 +75,7 @@ class RankKeeper:
         source: RankSource,
         faults: Counter[str],
         on_progress: Callable[[], None],
+        turns: Turns,
     ) -> None:
         """`faults` counts what went wrong, by kind."""
         self.is_behind = False
@@ -86,6 +89,7 @@ class RankKeeper:
         self._alias = source.alias
         self._faults = faults
         self._on_progress = on_progress
+        self._turns = turns
         self.on_changes: Callable[[Sequence[Change]], None] = lambda _: None
         """Told of what batches change, net."""
         self.written_seq: int | None = None
@@ -158,7 +162,7 @@ class RankKeeper:
     async def apply(self, blocks: RankBlocks, seq: int, batch: EventBatch, payload: bytes) -> None:
         """Have `blocks` take in a batch. What that changes is written soon, with what follows."""
         if self._journal is None:
-            async for piece in _slices(batch, payload):
+            async for piece in self._slices(batch, payload):
                 update = blocks.apply(seq, piece)
                 self.on_changes(update.changes)
                 await self._index.apply(update)
@@ -166,11 +170,20 @@ class RankKeeper:
             return
         await self._have_room()
         async with self._tables:
-            async for piece in _slices(batch, payload):
+            async for piece in self._slices(batch, payload):
                 blocks.absorb(piece)
             self._latest = blocks, seq, payload_digest(payload)
             self._unwritten_bytes += len(payload)
             self._due.set()
+
+    async def _slices(self, batch: EventBatch, payload: bytes) -> AsyncIterator[EventBatch]:
+        """A long batch in pieces, with a turn for others after each."""
+        if len(payload) < _LONG_PAYLOAD_BYTES:
+            yield batch
+            return
+        for piece in slices(batch, _SLICE_BLOCKS):
+            yield piece
+            await self._turns.pass_on()
 
     async def prune(self, blocks: RankBlocks, find: Callable[[], Sequence[BlockRemoved]]) -> None:
         """Take out what `find` says the engine doesn't hold. Batch number and epoch stay."""
@@ -207,13 +220,13 @@ class RankKeeper:
         if self._journal is None:
             return
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._run_writing())
+            group.create_task(self._run_writing(self._journal))
             group.create_task(self._run_beating(self._journal))
 
-    async def _run_writing(self) -> None:
+    async def _run_writing(self, journal: RankJournal) -> None:
         while True:
             await self._due.wait()
-            async with self._turn:
+            async with journal.writing(), self._turn:
                 await self._write_latest()
 
     async def _run_beating(self, journal: RankJournal) -> None:
@@ -322,13 +335,3 @@ class RankKeeper:
 
     def _names(self) -> dict[str, str | int]:
         return {"instance": self._alias, "rank": self._rank.rank}
-
-
-async def _slices(batch: EventBatch, payload: bytes) -> AsyncIterator[EventBatch]:
-    """A long batch in pieces, with a turn for others after each."""
-    if len(payload) < _LONG_PAYLOAD_BYTES:
-        yield batch
-        return
-    for piece in slices(batch, _SLICE_BLOCKS):
-        yield piece
-        await asyncio.sleep(0)

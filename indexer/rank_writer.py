@@ -31,6 +31,7 @@ from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect
 from indexer.core.throttle import Throttle
 from indexer.core.types import Trust
 from indexer.rank_keeper import RankKeeper
+from indexer.turns import Turns
 
 _logger = structlog.get_logger(__name__)
 
@@ -53,6 +54,8 @@ class WritingMeans:
     """The index too, if what it has outlives this process."""
     tree: BlockTree = field(default_factory=BlockTree)
     """Blocks of all ranks, each once."""
+    turns: Turns = field(default_factory=Turns)
+    """Of the event loop."""
 
 
 class RankWriter:
@@ -84,6 +87,7 @@ class RankWriter:
             source=source,
             faults=counts.index_faults,
             on_progress=means.on_progress,
+            turns=means.turns,
         )
         self.keeper.on_changes = self._note_lost
 

@@ -37,6 +37,7 @@ from indexer.core.stream_effects import (
 from indexer.core.types import Trust
 from indexer.core.witness import Evidence
 from indexer.sockets import ReplaySocket, SocketError
+from indexer.turns import Turns
 
 _logger = structlog.get_logger(__name__)
 
@@ -81,6 +82,8 @@ class RankSubscriber:
         self.is_connected = False
         self.on_progress: Callable[[], None] = lambda: None
         """Called when something that happened has been dealt with."""
+        self.turns = Turns()
+        """Shared with all whose events come on this event loop."""
         self._source = source
         self._sink = sink
         self._config = config
@@ -224,7 +227,7 @@ class RankSubscriber:
 
     async def _yield_turn(self) -> None:
         if self._clock() - self._turn_began_s > _TURN_S:
-            await asyncio.sleep(0)
+            await self.turns.pass_on()
             self._turn_began_s = self._clock()
 
     async def _run_replay(self, asked: RequestReplay) -> None:

@@ -160,7 +160,7 @@ def _removals(ghosts: Sequence[HeldCopies], group: int) -> list[BlockRemoved]:
         [each.engine_hash for each in ghosts if each.tier == number] for number in range(len(TIERS))
     ]
     return [
-        BlockRemoved(hashes, tier, group)
+        BlockRemoved(hashes, tier=tier, group=group)
         for tier, hashes in zip(TIERS, by_tier, strict=True)
         if hashes
     ]

@@ -14,12 +14,11 @@ Rules:
    medium nobody has named yet counts as STORAGE: the slowest tier promises least. One in lower
    case comes from a connector that tells of stores only (LMCache, Mooncake): `is_store_only`.
 
-6. The usual batch of maps (all is well with it, hashes are unsigned, groups have numbers) is
-   decoded in C straight into what the rest of the code reads, one of arrays into the fields as
-   sent. Any other is decoded again, event by event.
+6. The usual batch (all is well with it, hashes are unsigned, groups have numbers) is decoded in C
+   straight into what the rest of the code reads. Any other is decoded again, event by event.
 
-Cost: 0.4 µs per block of 16 tokens in a long event, 0.7 µs per event with one block, 1.2 µs in
-an array; an unusual batch costs about three times that.
+Cost: 0.4 µs per block of 16 tokens in a long event, 0.7 µs per event with one block; an unusual
+batch costs about three times that.
 """
 
 from math import isfinite
@@ -29,7 +28,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 
 from indexer.core.sent_events import (
-    ARRAYS,
     ArrayEvent,
     MapEvent,
     RemovedAsSent,
@@ -44,12 +42,7 @@ class UndecodableBatchError(Exception):
     """The payload is not a batch of events; its argument is a constant reason."""
 
 
-class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Blocks entered one group and tier. One announcement per physical block."""
-
-    what: ClassVar[Literal["stored"]] = "stored"
-    """Tells events apart at a third of the cost of `isinstance`."""
-
+class _Stored(msgspec.Struct, frozen=True, gc=False, eq=False):
     hashes: list[EngineHash]
     parent: EngineHash | None
     """Block before the first one; None: the first is block 0."""
@@ -57,7 +50,21 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Empty in a placeholder, longer than the hashes say where blocks are masked."""
     block_size: int
     """Tokens per block of this group; 0 in a placeholder."""
-    tier: Tier = Tier.GPU
+
+
+class BlockStored(_Stored, frozen=True, gc=False, eq=False, kw_only=True):
+    """Blocks entered one group and tier. One announcement per physical block.
+
+    Up to `window_tokens` fields are in the order in which arrays have them.
+    """
+
+    what: ClassVar[Literal["stored"]] = "stored"
+    """Tells events apart at a third of the cost of `isinstance`."""
+
+    lora_id: int | None = None
+    """Number of the adapter; another one under the same name is another adapter."""
+    medium: str | None = None
+    """As sent. What it means is in `tier` and `is_store_only`."""
     lora: str | None = None
     """Adapter's name; `#id` from releases that only tell its number."""
     extra_keys: list[Any] | None = None
@@ -65,9 +72,8 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
     group: int = 0
     kind: str | None = None
     window_tokens: int | None = None
+    tier: Tier = Tier.GPU
     session_id: str | None = None
-    lora_id: int | None = None
-    """Number of the adapter; another one under the same name is another adapter."""
     is_store_only: bool = False
     """Nobody will tell when the copies go (`core.store_only`)."""
 
@@ -87,14 +93,19 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
     __hash__ = None  # type: ignore[assignment]
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, gc=False, eq=False):
+class _Removed(msgspec.Struct, frozen=True, gc=False, eq=False):
+    hashes: list[EngineHash]
+
+
+class BlockRemoved(_Removed, frozen=True, gc=False, eq=False, kw_only=True):
     """One copy of each of these blocks left one group and tier."""
 
     what: ClassVar[Literal["removed"]] = "removed"
 
-    hashes: list[EngineHash]
-    tier: Tier = Tier.GPU
+    medium: str | None = None
+    """As sent. What it means is in `tier`."""
     group: int = 0
+    tier: Tier = Tier.GPU
 
     def __eq__(self, other: object) -> bool:
         """However they were decoded."""
@@ -112,7 +123,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
 
 
 def _said(event: msgspec.Struct, kind: type[msgspec.Struct]) -> list[object]:
-    return [getattr(event, name) for name in kind.__struct_fields__]
+    return [getattr(event, name) for name in kind.__struct_fields__ if name != "medium"]
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -131,6 +142,7 @@ class EventBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 _Unsigned = Annotated[EngineHash, msgspec.Meta(ge=0)]
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
 _NAMES_SENT: Final = {
     "hashes": "block_hashes",
     "parent": "parent_block_hash",
@@ -144,67 +156,85 @@ _NAMES_SENT: Final = {
 }
 
 
-class _UsualStored(
-    BlockStored,
-    frozen=True,
-    gc=False,
-    eq=False,
-    tag_field="type",
-    tag="BlockStored",
-    rename=_NAMES_SENT,
+class _MapStored(
+    BlockStored, frozen=True, gc=False, eq=False, tag="BlockStored", rename=_NAMES_SENT
 ):
-    """As releases since 0.24 send it."""
+    """As releases since 0.24 send it, where nothing is unusual."""
 
     # A renamed field has to be declared here again.
     hashes: list[_Unsigned]
     parent: _Unsigned | None
-    tier: Tier = Tier.GPU
-    lora: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    lora: _Name | None = None
     group: int = 0
     kind: str | None = None
     window_tokens: int | None = None
+    tier: Tier = Tier.GPU
     is_store_only: bool = False
-    medium: str | None = None
 
 
-class _UsualRemoved(
-    BlockRemoved,
-    frozen=True,
-    gc=False,
-    eq=False,
-    tag_field="type",
-    tag="BlockRemoved",
-    rename=_NAMES_SENT,
+class _MapRemoved(
+    BlockRemoved, frozen=True, gc=False, eq=False, tag="BlockRemoved", rename=_NAMES_SENT
 ):
-    """As releases since 0.24 send it."""
-
     lora_id: ClassVar[int | None] = None
     hashes: list[_Unsigned]
-    tier: Tier = Tier.GPU
     group: int = 0
-    medium: str | None = None
+    tier: Tier = Tier.GPU
 
 
-class _UsualCleared(
-    AllBlocksCleared, frozen=True, gc=False, tag_field="type", tag="AllBlocksCleared"
-):
-    """As releases since 0.24 send it."""
-
+class _MapCleared(AllBlocksCleared, frozen=True, gc=False, tag="AllBlocksCleared"):
     lora_id: ClassVar[int | None] = None
     medium: ClassVar[str | None] = None
 
 
-class _UsualMaps(msgspec.Struct, array_like=True, gc=False):
+class _ArrayStored(
+    BlockStored, frozen=True, gc=False, eq=False, tag="BlockStored", array_like=True
+):
+    """As releases up to 0.23 send it, where nothing is unusual."""
+
+    # What is declared here again has its place in the array.
+    hashes: list[_Unsigned]
+    parent: _Unsigned | None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora: _Name | None = None
+    extra_keys: list[Any] | None = None
+    group: int = 0
+    kind: str | None = None
+    window_tokens: int | None = None
+
+
+class _ArrayRemoved(
+    BlockRemoved, frozen=True, gc=False, eq=False, tag="BlockRemoved", array_like=True
+):
+    lora_id: ClassVar[int | None] = None
+    hashes: list[_Unsigned]
+    medium: str | None = None
+    group: int = 0
+
+
+class _ArrayCleared(
+    AllBlocksCleared, frozen=True, gc=False, tag="AllBlocksCleared", array_like=True
+):
+    lora_id: ClassVar[int | None] = None
+    medium: ClassVar[str | None] = None
+
+
+class _Maps(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[_UsualStored | _UsualRemoved | _UsualCleared]
+    events: list[_MapStored | _MapRemoved | _MapCleared]
     rank: int | None = None
 
 
-_USUAL_MAPS: Final = msgspec.msgpack.Decoder(_UsualMaps)
+class _Arrays(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_ArrayStored | _ArrayRemoved | _ArrayCleared]
+    rank: int | None = None
+
+
+_MAPS: Final = msgspec.msgpack.Decoder(_Maps)
+_ARRAYS: Final = msgspec.msgpack.Decoder(_Arrays)
 _ANYTHING: Final = msgspec.msgpack.Decoder()
 
-# Enum members are looked up slowly; this one is used for every event.
-_GPU: Final = Tier.GPU
 _TIER_OF_MEDIUM: Final = {
     None: Tier.GPU,
     "GPU": Tier.GPU,
@@ -221,16 +251,20 @@ _MASK_64: Final = 0xFFFF_FFFF_FFFF_FFFF
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode one message's payload. Raises UndecodableBatchError if it is no batch at all."""
     try:
-        usual = _USUAL_MAPS.decode(payload)
-    except msgspec.ValidationError:
-        return _decode_arrays(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise UndecodableBatchError("not_msgpack") from error
+        usual = (_ARRAYS if _has_arrays(payload) else _MAPS).decode(payload)
+    except (msgspec.DecodeError, RecursionError):
+        return _decode_singly(payload)
     events: list[Any] = usual.events
     for number, event in enumerate(events):
         if event.medium != "GPU" or event.lora_id:
             events[number] = _settle(event)
     return EventBatch(usual.ts, usual.rank, events)
+
+
+def _has_arrays(payload: bytes) -> bool:
+    """Whether the first event is an array, if the batch is what vLLM writes."""
+    # fixarray, float64, then up to 15 events, or up to 65,535; an event is a fixarray.
+    return len(payload) > 13 and payload[11 if payload[10] < 0xA0 else 13] >> 4 == 9
 
 
 def batch_ts(payload: bytes) -> float | None:
@@ -242,66 +276,56 @@ def batch_ts(payload: bytes) -> float | None:
     return ts if isfinite(ts) else None
 
 
-def _settle(sent: _UsualStored | _UsualRemoved | _UsualCleared) -> Event:
+def _settle(sent: BlockStored | BlockRemoved | AllBlocksCleared) -> Event:
     """Tell the tier and the adapter where they aren't the usual ones."""
-    if isinstance(sent, _UsualStored):
+    if isinstance(sent, BlockStored):
         return BlockStored(
             sent.hashes,
             sent.parent,
             sent.token_ids,
             sent.block_size,
-            _tier_of(sent.medium),
-            _adapter_of(sent.lora, sent.lora_id),
-            sent.extra_keys,
-            sent.group,
-            sent.kind,
-            sent.window_tokens,
-            sent.session_id,
-            sent.lora_id or None,
-            sent.medium is not None and sent.medium.islower(),
+            lora_id=sent.lora_id or None,
+            medium=sent.medium,
+            lora=_adapter_of(sent.lora, sent.lora_id),
+            extra_keys=sent.extra_keys,
+            group=sent.group,
+            kind=sent.kind,
+            window_tokens=sent.window_tokens,
+            tier=_tier_of(sent.medium),
+            session_id=sent.session_id,
+            is_store_only=sent.medium is not None and sent.medium.islower(),
         )
-    if isinstance(sent, _UsualRemoved):
-        return BlockRemoved(sent.hashes, _tier_of(sent.medium), sent.group)
+    if isinstance(sent, BlockRemoved):
+        return BlockRemoved(
+            sent.hashes, medium=sent.medium, group=sent.group, tier=_tier_of(sent.medium)
+        )
     return AllBlocksCleared()
 
 
 def _normalise(sent: MapEvent | ArrayEvent) -> Event:
+    """What is sent otherwise than usual, as if it were."""
     if isinstance(sent, StoredAsSent):
-        medium, parent = sent.medium, sent.parent_block_hash
-        return BlockStored(
-            _unsigned_all(sent.block_hashes),
-            None if parent is None else _unsigned(parent),
-            sent.token_ids,
-            sent.block_size,
-            _GPU if medium == "GPU" else _tier_of(medium),
-            _adapter_of(sent.lora_name, sent.lora_id) if sent.lora_id else sent.lora_name or None,
-            sent.extra_keys,
-            sent.group_idx or 0,
-            sent.kv_cache_spec_kind,
-            sent.kv_cache_spec_sliding_window,
-            sent.session_id,
-            sent.lora_id or None,
-            medium is not None and medium.islower(),
+        parent = sent.parent_block_hash
+        return _settle(
+            BlockStored(
+                [_unsigned(each) for each in sent.block_hashes],
+                None if parent is None else _unsigned(parent),
+                sent.token_ids,
+                sent.block_size,
+                lora_id=sent.lora_id,
+                medium=sent.medium,
+                lora=sent.lora_name,
+                extra_keys=sent.extra_keys,
+                group=sent.group_idx or 0,
+                kind=sent.kv_cache_spec_kind,
+                window_tokens=sent.kv_cache_spec_sliding_window,
+                session_id=sent.session_id,
+            )
         )
     if isinstance(sent, RemovedAsSent):
-        medium = sent.medium
-        return BlockRemoved(
-            _unsigned_all(sent.block_hashes),
-            _GPU if medium == "GPU" else _tier_of(medium),
-            sent.group_idx or 0,
-        )
+        hashes = [_unsigned(each) for each in sent.block_hashes]
+        return _settle(BlockRemoved(hashes, medium=sent.medium, group=sent.group_idx or 0))
     return AllBlocksCleared()
-
-
-def _unsigned_all(hashes: list[int | bytes]) -> list[EngineHash]:
-    # One unsigned int, or many, is what nearly every event has: passed on as it is. The loop
-    # costs twice as much as the check.
-    if len(hashes) == 1:
-        only = hashes[0]
-        return [_unsigned(only)] if type(only) is bytes or only < 0 else hashes  # type: ignore[operator, return-value]
-    if set(map(type, hashes)) == {int} and min(hashes) >= 0:  # type: ignore[operator]
-        return hashes  # type: ignore[return-value]
-    return [_unsigned(sent) for sent in hashes]
 
 
 def _adapter_of(name: str | None, number: int | None) -> str | None:
@@ -317,15 +341,6 @@ def _unsigned(sent: int | bytes) -> EngineHash:
 
 def _tier_of(medium: str | None) -> Tier:
     return _TIER_OF_MEDIUM.get((medium or "GPU").upper(), Tier.STORAGE)
-
-
-def _decode_arrays(payload: bytes) -> EventBatch:
-    """Decode a batch that is none of the usual ones of maps."""
-    try:
-        batch = ARRAYS.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
-        return _decode_singly(payload)
-    return EventBatch(batch.ts, batch.rank, [_normalise(event) for event in batch.events])
 
 
 def _decode_singly(payload: bytes) -> EventBatch:

@@ -99,7 +99,7 @@ class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Prompt:
     """A prompt as the index sees it: namespace and tokens, hashed once per block size asked."""
 
-    __slots__ = ("_creditable_tokens", "_keys", "_packed", "namespace", "tokens")
+    __slots__ = ("_backwards", "_creditable_tokens", "_keys", "_packed", "namespace", "tokens")
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class Prompt:
         self._packed = pack_tokens(token_ids)
         self._creditable_tokens = self.tokens if creditable_tokens is None else creditable_tokens
         self._keys: dict[int, Sequence[BlockKey]] = {}
+        self._backwards: dict[int, Sequence[BlockKey]] = {}
 
     def keys(self, block_size: int) -> Sequence[BlockKey]:
         """Keys of the prompt's full, creditable blocks."""
@@ -125,6 +126,14 @@ class Prompt:
             keys = block_keys(root_key(self.namespace), self._packed, block_size)
             keys = keys[: self._creditable_tokens // block_size]
             self._keys[block_size] = keys
+        return keys
+
+    def keys_backwards(self, block_size: int) -> Sequence[BlockKey]:
+        """Keys of the blocks that an engine may take from its cache, last first."""
+        keys = self._backwards.get(block_size)
+        if keys is None:
+            keys = self.keys(block_size)[: self.hit_limit_blocks(block_size)][::-1]
+            self._backwards[block_size] = keys
         return keys
 
     def hit_limit_blocks(self, block_size: int) -> int:

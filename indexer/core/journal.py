@@ -11,6 +11,7 @@ Rules:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +51,13 @@ class RankJournal(Protocol):
     @property
     def heartbeat_s(self) -> float:
         """How often `renew` wants to be called for each rank."""
+        ...
+
+    def writing(self) -> AbstractAsyncContextManager[None]:
+        """Held while an update is written: few are on the way at a time, so lookups wait behind few.
+
+        What waits for it grows into fewer and longer updates. Nobody waits long.
+        """
         ...
 
     async def restore(self, rank: RankId, model: str) -> RankRecord | None:

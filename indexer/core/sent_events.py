@@ -56,17 +56,6 @@ class _ClearedArray(ClearedAsSent, array_like=True, gc=False):
 MapEvent = StoredAsSent | RemovedAsSent | ClearedAsSent
 ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
-
-class SentArrays(msgspec.Struct, array_like=True, gc=False):
-    """A batch up to 0.23."""
-
-    ts: float
-    events: list[ArrayEvent]
-    rank: int | None = None
-
-
-ARRAYS: Final = msgspec.msgpack.Decoder(SentArrays)
-"""Of a batch of arrays."""
 _EVENT_TYPES: Final = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
 

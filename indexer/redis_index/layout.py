@@ -112,6 +112,8 @@ class _Plan:
             self._add_rank(rank, entry)
 
     def _add_rank(self, rank: RankKeys, entry: RankEntry) -> None:
+        if len(entry.groups) == 1 and self._add_plainly(rank, entry.epoch, entry.groups[0]):
+            return
         self.program.append(lcm(*(group.block_size for group in entry.groups)))
         fulls = [group for group in entry.groups if group.kind is GroupKind.FULL]
         others = [group for group in entry.groups if group.kind is not GroupKind.FULL]
@@ -120,12 +122,27 @@ class _Plan:
             for group in groups:
                 self._add_group(rank, entry.epoch, group)
 
+    def _add_plainly(self, rank: RankKeys, epoch: int, group: GroupEntry) -> bool:
+        """Describe a rank with one full group on one tier in short; whether it is one."""
+        tiers = tiers_in(group.tiers)
+        if group.kind is not GroupKind.FULL or len(tiers) != 1:
+            return False
+        ((number, _),) = tiers
+        self.keys.append(rank.blocks(epoch, group.group, group.block_size, number))
+        size = group.block_size
+        self.program += (0, self._list_of(size), size, number + 1, len(self.keys))
+        return True
+
+    def _list_of(self, block_size: int) -> int:
+        """Number of the list of the prompt's keys in blocks of that size."""
+        if block_size not in self.sizes:
+            self.sizes.append(block_size)
+        return self.sizes.index(block_size) + 1
+
     def _add_group(self, rank: RankKeys, epoch: int, group: GroupEntry) -> None:
-        if group.block_size not in self.sizes:
-            self.sizes.append(group.block_size)
         tiers = tiers_in(group.tiers)
         self.program += (
-            self.sizes.index(group.block_size) + 1,
+            self._list_of(group.block_size),
             group.block_size,
             group.spec.boundary_blocks,
             len(tiers),

@@ -12,6 +12,7 @@ Not handled: one rank written by two tasks at once. Its keeper sees to that.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from struct import error as StructError  # noqa: N812 - it is a class
 from typing import Any
 
@@ -38,9 +39,12 @@ from indexer.redis_index.packing import (
     encode_entry,
     unpack_row,
 )
+from indexer.redis_index.places import Places
 from indexer.redis_index.program import Groups, Program
 
 _NO_FACTS = RankFacts()
+_MOST_WRITERS = 4
+"""Updates on the way to Redis at once."""
 
 
 class RedisIndexWriter:
@@ -54,6 +58,7 @@ class RedisIndexWriter:
         self._taken: dict[RankId, bytes] = {}
         """Ranks that another process took, with the token under which we had them."""
         self._swept_s: dict[str, float] = {}
+        self._places = Places(_MOST_WRITERS)
         self._lease_ms = round(connection.settings.lease_s * 1000)
         self._apply = load_script("apply", writes=True)
         self._claim = load_script("claim", writes=True)
@@ -118,6 +123,9 @@ class RedisIndexWriter:
         return IndexSize(entries=sum(by_rank.values()), entries_by_rank=by_rank)
 
     # RankJournal.
+
+    def writing(self) -> AbstractAsyncContextManager[None]:
+        return self._places.one()
 
     async def restore(self, rank: RankId, model: str) -> RankRecord | None:
         self._homes.pop(rank, None)

@@ -528,12 +528,12 @@ class Fleet(RuleBasedStateMachine):
                 return self._store(life, path, tier, min(number, len(path) - 1))
             case "remove" if there:
                 life.copies[group, where, block] -= 1
-                return [BlockRemoved([hash_of(block)], where, group)]
+                return [BlockRemoved([hash_of(block)], tier=where, group=group)]
             case "remove_unknown" if not life.copies[number, tier, path]:
-                return [BlockRemoved([hash_of(path)], tier, number)]
+                return [BlockRemoved([hash_of(path)], tier=tier, group=number)]
             case "offload" if there:
                 life.copies[group, tier, block] += 1
-                return [BlockStored([hash_of(block)], None, [], 0, tier, group=group)]
+                return [BlockStored([hash_of(block)], None, [], 0, tier=tier, group=group)]
             case _:
                 return []
 
@@ -549,7 +549,7 @@ class Fleet(RuleBasedStateMachine):
             parent,
             tokens,
             SIZE,
-            tier,
+            tier=tier,
             kind="full_attention",
         )
         if life.at != HYBRID:
@@ -562,7 +562,7 @@ class Fleet(RuleBasedStateMachine):
             parent,
             tokens,
             SIZE,
-            tier,
+            tier=tier,
             group=1,
             kind="sliding_window",
             window_tokens=WINDOW_TOKENS,

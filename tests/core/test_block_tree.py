@@ -36,13 +36,13 @@ def stored(*path: int, start: int = 0, seed: int = 0, tier: Tier = Tier.GPU) -> 
         hash_of(path[:start], seed) if start else None,
         [10 * name + at for name in path[start:] for at in range(SIZE)],
         SIZE,
-        tier,
+        tier=tier,
         kind="full_attention",
     )
 
 
 def removed(*path: int, seed: int = 0, tier: Tier = Tier.GPU) -> BlockRemoved:
-    return BlockRemoved([hash_of(path, seed)], tier)
+    return BlockRemoved([hash_of(path, seed)], tier=tier)
 
 
 def hash_of(path: Sequence[int], seed: int) -> EngineHash:
@@ -204,7 +204,9 @@ def test_chain_that_only_waits_takes_the_names_it_gets_next(tree: BlockTree) -> 
 def test_group_followed_anew_gives_its_blocks_back(tree: BlockTree) -> None:
     """The block size was a connector's; what it had told is dropped."""
     rank = new_rank(tree)
-    apply(rank, BlockStored([EngineHash(1)], None, [1] * 8, 8, Tier.CPU, kind="full_attention"))
+    apply(
+        rank, BlockStored([EngineHash(1)], None, [1] * 8, 8, tier=Tier.CPU, kind="full_attention")
+    )
     apply(rank, stored(1, 2))
 
     sweep(tree)

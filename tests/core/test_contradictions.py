@@ -37,7 +37,7 @@ def branch(*hashes: int, parent: int, start: int) -> BlockStored:
 
 
 def removed(*hashes: int, tier: Tier = Tier.GPU) -> BlockRemoved:
-    return BlockRemoved([EngineHash(each) for each in hashes], tier)
+    return BlockRemoved([EngineHash(each) for each in hashes], tier=tier)
 
 
 @dataclass

@@ -254,6 +254,25 @@ def test_array_may_stop_after_its_required_fields() -> None:
     assert only_event(encode(["BlockStored", [1], None, [5], 1])).tier is Tier.GPU
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 70_000])
+@pytest.mark.parametrize("is_map", [False, True], ids=["arrays", "maps"])
+def test_batch_may_have_any_number_of_events(count: int, *, is_map: bool) -> None:
+    """MessagePack writes short and long lists differently."""
+    as_map = {"type": "BlockRemoved", "block_hashes": [9], "medium": "GPU", "group_idx": 0}
+    sent = as_map if is_map else [*as_map.values()]
+
+    assert decode_batch(encode(*[sent] * count)).events == [BlockRemoved([EngineHash(9)])] * count
+
+
+def test_array_may_go_on_after_its_last_field() -> None:
+    """Nobody sends it; what the fields of later maps mean they mean here."""
+    sent = ["BlockStored", [1], None, [5], 1, None, "GPU", None, [None], 0, FULL_KIND, None]
+
+    event = only_event(encode([*sent, "LOCAL", None, "a-session", 7]))
+    assert (event.tier, event.session_id) == (Tier.GPU, "a-session")
+    assert only_event(encode([*sent, "gpu"])).tier is Tier.GPU
+
+
 GOOD: dict[str, object] = {"type": "BlockRemoved", "block_hashes": [9]}
 
 

@@ -190,7 +190,7 @@ def test_known_block_named_without_tokens_has_a_new_row() -> None:
     rank = Rank()
     rank.apply(stored(1))
 
-    rank.apply(BlockStored([EngineHash(1)], None, [], 0, Tier.CPU))
+    rank.apply(BlockStored([EngineHash(1)], None, [], 0, tier=Tier.CPU))
     assert rank.rows[0][EngineHash(1)].copies == (1, 1, 0)
 
 
@@ -241,7 +241,7 @@ def test_restored_window_group_waits_for_names() -> None:
     masked = BlockStored([EngineHash(2)], EngineHash(1), tokens_of(1, 2), SIZE, **window)  # type: ignore[arg-type]
     rank = Rank()
     rank.apply(masked, BlockStored([], None, [], 0, **window))  # type: ignore[arg-type]
-    rank.apply(BlockStored([EngineHash(2)], None, [], 0, Tier.CPU, group=1))
+    rank.apply(BlockStored([EngineHash(2)], None, [], 0, tier=Tier.CPU, group=1))
     assert rank.rows[1] == {EngineHash(2): BlockRow(EngineHash(2), None, None, False, (1, 1, 0))}
     rank.restart()
 

@@ -11,11 +11,11 @@ from indexer.core.types import BlockKey, EngineHash, Tier
 
 
 def stored(*hashes: int, tier: Tier = Tier.GPU, group: int = 0) -> BlockStored:
-    return BlockStored([EngineHash(each) for each in hashes], None, [], 4, tier, group=group)
+    return BlockStored([EngineHash(each) for each in hashes], None, [], 4, tier=tier, group=group)
 
 
 def removed(*hashes: int, tier: Tier = Tier.GPU) -> BlockRemoved:
-    return BlockRemoved([EngineHash(each) for each in hashes], tier)
+    return BlockRemoved([EngineHash(each) for each in hashes], tier=tier)
 
 
 def batch(*events: Any) -> EventBatch:

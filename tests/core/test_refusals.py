@@ -69,7 +69,7 @@ def test_orphan_that_had_to_leave_costs_exactness() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(BlockRemoved([EngineHash(7)], Tier.CPU), id="removal-of-an-untold-copy"),
+        pytest.param(BlockRemoved([EngineHash(7)], tier=Tier.CPU), id="removal-of-an-untold-copy"),
         pytest.param(BlockRemoved([EngineHash(7)]), id="removal-of-a-block-not-followed"),
         pytest.param(stored(), id="without-hashes"),
         pytest.param(stored(7, token_ids=[], block_size=0, tier=Tier.CPU), id="placeholder"),

@@ -98,12 +98,12 @@ def chunks(*hashes: int, parent: int | None = None, first: int = 0, **more: Any)
 def copies(*hashes: int) -> BlockStored:
     """Mooncake's: the engine's own hashes, no tokens."""
     return BlockStored(
-        [EngineHash(each) for each in hashes], None, [], 0, Tier.CPU, is_store_only=True
+        [EngineHash(each) for each in hashes], None, [], 0, tier=Tier.CPU, is_store_only=True
     )
 
 
 def removed(*hashes: int, tier: Tier = Tier.GPU) -> BlockRemoved:
-    return BlockRemoved([EngineHash(each) for each in hashes], tier)
+    return BlockRemoved([EngineHash(each) for each in hashes], tier=tier)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_chunk_goes_on_from_the_one_before(rank: Rank) -> None:
         pytest.param(chunks(901, token_ids=[1]), "odd_chunk", id="partial"),
         pytest.param(chunks(901, group=3), "odd_chunk", id="of-a-group-nobody-knows"),
         pytest.param(
-            BlockStored([EngineHash(8)], None, [], 0, Tier.CPU, group=3, is_store_only=True),
+            BlockStored([EngineHash(8)], None, [], 0, tier=Tier.CPU, group=3, is_store_only=True),
             "unknown_placeholder",
             id="copy-of-a-group-nobody-knows",
         ),
@@ -248,7 +248,7 @@ def test_window_groups_take_copies_and_no_chunks(rank: Rank) -> None:
     """Chunks of a hybrid model's windows can't be placed."""
     window: dict[str, Any] = {"group": 1, "kind": "sliding_window", "window_tokens": 9}
     block = BlockStored([EngineHash(1)], None, list(range(SIZE)), SIZE, **window)
-    copy = BlockStored([EngineHash(1)], None, [], 0, Tier.CPU, group=1, is_store_only=True)
+    copy = BlockStored([EngineHash(1)], None, [], 0, tier=Tier.CPU, group=1, is_store_only=True)
     rank.apply(block, stored(1), copy, chunks(901, group=1))
     assert rank.on(Tier.CPU) == 1
     assert rank.blocks.counts == {"odd_chunk": 1}

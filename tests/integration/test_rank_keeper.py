@@ -17,6 +17,7 @@ from indexer.core.types import EngineHash, InstanceId, RankId, Trust
 from indexer.rank_keeper import RankKeeper
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
+from indexer.turns import Turns
 
 SIZE = 4
 R0 = RankId(InstanceId("http://e0:8000"), 0)
@@ -48,6 +49,7 @@ class Kept:
             source=source,
             faults=self.faults,
             on_progress=lambda: None,
+            turns=Turns(),
         )
         self.blocks = self.new_life(1)
         self._seq = 0
