@@ -8,6 +8,7 @@ set of holders per block, walked block by block by one script.
 import argparse
 import asyncio
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,7 @@ def redis_server() -> Iterator[str]:
         lazy = ["--lazyfree-lazy-expire", "yes"]
         server = subprocess.Popen([*command, *lazy, "--dir", folder], stdout=subprocess.DEVNULL)
         try:
-            while not address.exists():  # it says nothing when it listens
+            while not _listens(address):
                 if server.poll() is not None:
                     raise SystemExit("redis-server ended before it listened")
                 time.sleep(0.01)
@@ -99,6 +100,11 @@ def redis_server() -> Iterator[str]:
         finally:
             server.kill()
             server.wait()
+
+
+def _listens(address: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as trial:
+        return trial.connect_ex(str(address)) == 0
 
 
 @contextmanager

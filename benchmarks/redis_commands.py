@@ -5,10 +5,11 @@ Part of `python -m benchmarks.index_redis`.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from time import perf_counter
 from typing import Any
+
+from msgspec import structs
 
 from benchmarks.redis_workload import BLOCK_SIZE, opened
 from indexer.core.block_rows import GroupRows
@@ -40,7 +41,7 @@ async def measure_long_commands(url: str, blocks: int) -> Iterator[str]:
         for rank in ranks:
             await index.apply(_update(rank, FULL_GROUP))
             for number, part in enumerate(_parts(rank, size), start=1):
-                await index.apply(replace(part, seq=number))
+                await index.apply(structs.replace(part, seq=number))
 
     async def expire() -> None:
         keys = index.keys_of(ranks[3])

@@ -196,13 +196,13 @@ def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
     """For a rank that has a full group."""
     first = life.fulls[0]
     size = first.spec.block_size
+    held = [(tier, keys) for tier, keys in first.tiers.items() if keys]
     if len(life.groups) > 1:
         blocks = _agreed_tokens(life, prompt) // size
     else:
-        blocks = _depth(first.held, prompt.keys_backwards(size))
+        blocks = _depth([keys for _, keys in held], prompt.keys_backwards(size))
     if not blocks:
         return {}
-    held = [(tier, keys) for tier, keys in first.tiers.items() if keys]
     if len(held) == 1:
         return {held[0][0]: blocks * size}
     return _tokens_by_tier(held, prompt.keys(size)[:blocks], size)
@@ -213,11 +213,8 @@ def _depth(tiers: Sequence[Keys], backwards: Sequence[BlockKey]) -> int:
 
     From the last block to the first "held" goes from False to True, which is what `bisect` is for.
     """
-    if not tiers:
-        return 0
-    fastest, *slower = tiers
-    if not slower:
-        return len(backwards) - bisect_left(backwards, True, key=fastest.__contains__)
+    if len(tiers) == 1:
+        return len(backwards) - bisect_left(backwards, True, key=tiers[0].__contains__)
     return len(backwards) - bisect_left(
         backwards, True, key=lambda key: any(key in keys for keys in tiers)
     )

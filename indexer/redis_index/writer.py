@@ -43,7 +43,7 @@ from indexer.redis_index.places import Places
 from indexer.redis_index.program import Groups, Program
 
 _NO_FACTS = RankFacts()
-_MOST_WRITERS = 4
+_MOST_WRITERS = 2
 """Updates on the way to Redis at once."""
 
 
