@@ -46,8 +46,9 @@ def draw(seed: int) -> random.Random:
 
 
 def opened(url: str) -> RedisConnection:
-    """A connection that waits for whatever is measured."""
-    return RedisConnection(RedisSettings(url=url, write_timeout_s=60, read_timeout_s=60))
+    """A connection that waits for whatever is measured; nobody renews leases meanwhile."""
+    times = {"write_timeout_s": 60.0, "read_timeout_s": 60.0, "lease_s": 3600.0}
+    return RedisConnection(RedisSettings(url=url, **times))
 
 
 def prompt_tokens(tokens: int) -> Sequence[int]:
