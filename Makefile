@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test check fix bench lint types contracts unit e2e deep sabotage clean services test-engine
+.PHONY: help demo docs test check fix bench lint types contracts unit e2e deep soak sabotage clean services test-engine
 
 help: ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ e2e: $(READY) ## Tests that start real processes.
 
 deep: $(READY) ## Property tests with many more examples. By hand, before a release.
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "not e2e and not engine" --timeout=3600
+
+soak: $(READY) ## 5,000 requests, a tenth of them broken by their clients: nothing may be left. By hand: a minute.
+	KVLB_SOAK_REQUESTS=5000 $(BIN)/python -m pytest tests/integration/dataplane/test_dataplane_soak.py
 
 test-engine: $(READY) ## Tests against real vLLM on the CPU. Installs it (2.5 GB) unless KVLB_ENGINE_VENV names an environment with it.
 	@test -n "$$KVLB_ENGINE_VENV" || tests/real_engine/install.sh .venv-engine

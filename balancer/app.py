@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from balancer.asgi import App
 from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
-from balancer.core.control_errors import EngineCallError
 from balancer.core.cors import Cors
 from balancer.core.decision_log import DecisionLog
 from balancer.core.encoded_items import EncodedItems
@@ -23,12 +22,14 @@ from balancer.core.record import RequestRecord
 from balancer.core.transfer_facts import Inquiry
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.plane import DataPlane
+from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.upstream import Upstream
 from balancer.entry import Entry
 from balancer.fleet.control import FleetControl, FleetLinks
 from balancer.fleet.engine_client import EngineClient
 from balancer.fleet.keeper import FleetKeeper
 from balancer.fleet.metrics import FleetCollector
+from balancer.fleet.releases import run_releases
 from balancer.metrics import BalancerMetrics
 from balancer.own_code import load_policy
 from balancer.routes import Surface, create_routes
@@ -46,7 +47,6 @@ from indexer.core.reports import ReportSink
 from indexer.core.types import InstanceId, RankId
 
 DECISIONS_KEPT = 1000
-RELEASES_INTERVAL_S = 1.0
 
 logger = structlog.stdlib.get_logger(__name__)
 
@@ -107,7 +107,7 @@ class _Builder:
         self._ledger, self._sharing = open_ledger(
             company,
             surroundings,
-            news=PeerReports(self._on_peer_booked, self._keeper.report),
+            news=PeerReports(self._on_peer_booked, self._on_peer_report),
             max_predicted_blocks=config.routing.max_predicted_blocks,
         )
         registry.register(SharingCollector(self._sharing))
@@ -134,6 +134,13 @@ class _Builder:
             settings=config.tokens, pool=self._pool, engine=self._engines, clock=surroundings.clock
         )
         self._policy = self._load_policy(config.routing.policy)
+        self._reliability = Reliability(
+            config.reliability,
+            fleet=self._keeper.snapshot,
+            clock=surroundings.clock,
+            on_change=self._on_breaker,
+        )
+        registry.register(self._reliability)
         self._router = Router(
             index=index,
             ledger=self._ledger,
@@ -145,6 +152,7 @@ class _Builder:
             clock=surroundings.clock,
             on_lookup=self._metrics.on_lookup,
             tracing=self._tracing,
+            vetting=self._reliability,
         )
         self._full_reports = FullReports(config.routing.full_report_interval_s)
         self._watch = IndexWatch(
@@ -203,6 +211,7 @@ class _Builder:
             on_leg_end=self._reporting.on_leg_end,
             full_reports=self._full_reports,
             encoded=self._encoded,
+            reliability=self._reliability,
         )
         views = Views(self._registry, self._decisions, self._company.siblings)
         surface = Surface(
@@ -215,6 +224,7 @@ class _Builder:
             clock=self._surroundings.clock,
             admin=lambda: self._config.admin,
             summary=lambda: self._config.summary(),  # noqa: PLW0108 - it may be replaced
+            breaker=self._reliability.render,
             index_status=index_status or self._router.known_ranks.facts,
             max_body_bytes=self._config.dataplane.max_body_bytes,
             conflicts=lambda: self._conflicts,
@@ -265,8 +275,11 @@ class _Builder:
                     group.create_task(self._load()),
                     group.create_task(self._control.run()),
                     group.create_task(self._reporting.run()),
-                    group.create_task(self._run_releases()),
+                    group.create_task(
+                        run_releases(self._full_reports, self._engines, self._surroundings.clock)
+                    ),
                     group.create_task(self._watch.run()),
+                    group.create_task(self._reliability.run()),
                 ]
                 if self._sharing is not None:
                     tasks.append(group.create_task(self._sharing.run()))
@@ -294,17 +307,6 @@ class _Builder:
             logger.critical("fleet_keeper_failed", error=repr(error), exc_info=error)
         app.break_down()
 
-    async def _run_releases(self) -> None:
-        """Ask for the releases of engines that may have to announce again what they reuse."""
-        while True:
-            await asyncio.sleep(RELEASES_INTERVAL_S)
-            for instance in self._full_reports.take_unknown():
-                try:
-                    release = await self._engines.find_release(instance)
-                except EngineCallError:
-                    continue  # it is put down again with the next request
-                self._full_reports.learn(instance, release, self._surroundings.clock())
-
     async def _load(self) -> None:
         """Load tokenizers. What can't be loaded costs cache knowledge only."""
         try:
@@ -324,6 +326,17 @@ class _Builder:
         if is_news and self._sharing is not None:
             self._sharing.ledger.tell_outcome(instance, ok, reason)
 
+    def _on_peer_report(self, instance: InstanceId, ok: bool, reason: str | None) -> None:
+        self._keeper.report(instance, ok, reason)
+        self._reliability.told(instance, ok, reason)
+
+    def _on_breaker(self, instance: InstanceId, reason: str | None) -> None:
+        """It opened, or closed."""
+        if reason is not None:
+            self._keeper.look_at((instance,))
+        if self._sharing is not None:
+            self._sharing.ledger.tell_outcome(instance, reason is None, reason)
+
     def _on_record(self, record: RequestRecord) -> None:
         self._metrics.observe(record)
         self._decisions.add(record)
@@ -340,6 +353,7 @@ class _Builder:
             self._encoded.forget(rank.instance)
         self._known = fleet
         self._control.on_fleet(fleet)
+        self._reliability.on_fleet(fleet)
         self._note_conflicts(fleet)
         self._metrics.forget_absent(fleet)
 

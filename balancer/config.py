@@ -27,6 +27,7 @@ from balancer.core.encode_settings import EncodeSettings
 from balancer.core.fleet import Role
 from balancer.core.handler_settings import HandlerSettings
 from balancer.core.registration_settings import RegistrationSettings
+from balancer.core.reliability_settings import ReliabilitySettings
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.tracing_settings import TracingSettings
@@ -57,6 +58,7 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pd: PdSettings = PdSettings()
     encode: EncodeSettings = EncodeSettings()
     dataplane: DataPlaneSettings = DataPlaneSettings()
+    reliability: ReliabilitySettings = ReliabilitySettings()
     tokens: TokensSettings = TokensSettings()
     probes: ProbeSettings = ProbeSettings()
     admin: AdminSettings = AdminSettings()

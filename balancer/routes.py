@@ -45,6 +45,7 @@ from balancer.guards import guard
 from balancer.routing.router import Router
 from balancer.siblings import Views
 from balancer.tokens.reader import PromptReader
+from indexer.core.types import InstanceId
 
 DESCRIPTION = """
 Cache-aware load balancer for vLLM. OpenAI paths (`/v1/chat/completions`, `/v1/completions`, and what
@@ -66,6 +67,7 @@ class Surface:
     admin: Callable[[], AdminSettings]
     summary: Callable[[], Mapping[str, Any]]
     """Configuration without secrets."""
+    breaker: Callable[[InstanceId], Mapping[str, Any]]
     index_status: Callable[[], RankFacts]
     max_body_bytes: int
     """Of what `/explain` is asked."""
@@ -180,7 +182,9 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "conflicts": surface.conflicts(),
                 "index_problem": surface.router.lookup_problem,
                 "instances": [
-                    render_instance(each, surface.ledger, facts, surface.router.trust)
+                    render_instance(
+                        each, surface.ledger, facts, surface.router.trust, surface.breaker(each.id)
+                    )
                     for each in fleet.instances
                 ],
                 **example_status(fleet),

@@ -50,7 +50,10 @@ _logger = structlog.get_logger(__name__)
 
 NOT_OF_THE_BALANCER = frozenset({"indexer"})
 NOT_OF_THE_INDEXER = frozenset(
-    {"port", "workers", "drain_s", "dataplane", "routing", "pd", "tokens", "probes", "tracing"}
+    {
+        *("port", "workers", "drain_s", "dataplane", "reliability", "routing", "pd", "tokens"),
+        *("probes", "tracing"),
+    }
 )
 
 

@@ -27,8 +27,8 @@ LONGEST_S = 180
 INTRODUCTION = """\
 # Faults
 
-Every way in which a cache index is known to go wrong, what kvlb does about it, and the test that plays it. The names F01 to F20
-are those used in tests and commits. Tests whose names end in a backend run on both, the index in memory and a real Redis.
+Every way in which a cache index, or a proxy of streams, is known to go wrong, what kvlb does about it, and the test that plays it. Names like
+F01 are those used in tests and commits. Tests whose names end in a backend run on both, the index in memory and a real Redis.
 
 *Sabotage* is one line of the code and what to make of it; the test then fails. `make sabotage` does so with each of them, in a copy of
 the tree. This page is written by `make docs` from `tests/faults.toml`.

@@ -136,7 +136,7 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timeout_s: PositiveFloat = 5.0
     """For one probe: an engine that reads a long prompt answers late."""
     unhealthy_after: PositiveInt = 3
-    """Bad probes, or failed legs, in a row."""
+    """Bad probes in a row. Failed legs are counted by `reliability`."""
     healthy_after: PositiveInt = 1
     """Good probes in a row after a failure."""
     """Good probes in a row."""

@@ -67,6 +67,9 @@ def render_record(record: RequestRecord) -> Mapping[str, Any]:
         "cached_tokens": record.cached_tokens,
         "duration_s": _elapsed_s(record.arrived_s, record.ended_s),
         "first_byte_s": _elapsed_s(record.arrived_s, record.first_byte_s),
+        "held_back": plan.held_back if plan else {},
+        "retries": record.retries,
+        "retries_refused": record.retries_refused,
         "legs": [_render_leg(leg) for leg in record.legs],
     }
 

@@ -46,6 +46,7 @@ def render_plan(plan: RoutePlan, prompt: PromptView) -> Mapping[str, Any]:
         "ways": explain_ways(plan.decode),
         "decode": _render_leg(plan.decode, plan.considered),
         "prefill": _render_leg(plan.prefill, plan.considered_prefill) if plan.prefill else None,
+        "held_back": plan.held_back,
     }
 
 

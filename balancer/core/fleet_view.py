@@ -78,6 +78,7 @@ def render_instance(
     ledger: LoadLedger,
     facts: RankFacts,
     trust: Callable[[RankId], Trust],
+    breaker: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any]:
     """One instance for `/status`. `trust` is what routing believes of a rank."""
     models = instance.models
@@ -92,6 +93,7 @@ def render_instance(
         "enabled": instance.enabled,
         "draining": instance.draining or instance.hold is not None,
         "reason": unavailable_reason(instance),
+        "breaker": breaker,
         "models": None
         if models is None
         else {

@@ -4,7 +4,7 @@ Candidates and choices are msgspec structs: a decision makes hundreds, ten times
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -88,3 +88,5 @@ class RoutePlan:
     considered: tuple[Choice, ...] = ()
     """Every decode candidate, cheapest first."""
     considered_prefill: tuple[Choice, ...] = ()
+    held_back: Mapping[str, str] = field(default_factory=dict)
+    """Aliases of instances that weren't considered since their breakers are open, and why."""

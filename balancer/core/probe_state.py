@@ -6,9 +6,8 @@ Rules:
    `healthy_after` good ones in a row. Nothing bans an instance for good.
 2. `unhealthy_after` bad probes in a row make it unhealthy; a refused connection, a refused key
    or an engine that says it sleeps does at once: a sleeping engine has no cache and answers nobody.
-3. Legs only ever take trust away: a refused connection at once, other failures after
-   `unhealthy_after` in a row. Only a leg that worked clears that suspicion: an engine may pass
-   every probe and fail every request. Once it is unhealthy, a good probe gives it another try.
+3. Of legs only what a probe would see counts, and at once: a refused connection. An engine that
+   passes every probe and fails every request is held back by its breaker (`core.standings`).
 4. 503 on /health means draining (or dead): no new requests, until a probe says otherwise.
 5. In-flight counts are somebody else's: a probe never touches them.
 """
@@ -59,7 +58,6 @@ class ProbeState:
     """Why it isn't healthy; None while it is."""
     good_in_row: int = 0
     bad_in_row: int = 0
-    bad_legs_in_row: int = 0
     ever_healthy: bool = False
 
     def after_probe(
@@ -78,15 +76,11 @@ class ProbeState:
             case never:
                 assert_never(never)
 
-    def after_leg(self, ok: bool, reason: str | None, thresholds: ProbeThresholds) -> "ProbeState":
+    def after_leg(self, ok: bool, reason: str | None) -> "ProbeState":
         """State once a leg has ended; `reason` is the code of the error that ended it."""
-        if ok:
-            return replace(self, bad_legs_in_row=0) if self.bad_legs_in_row else self
-        why = reason or "leg_failed"
-        bad = self.bad_legs_in_row + 1
-        if why in AT_ONCE or bad >= thresholds.unhealthy_after:
-            return replace(self._unhealthy(why), bad_legs_in_row=0)
-        return replace(self, bad_legs_in_row=bad)
+        if ok or reason not in AT_ONCE:
+            return self
+        return self._unhealthy(reason)
 
     def _after_good(self, thresholds: ProbeThresholds) -> "ProbeState":
         good = self.good_in_row + 1

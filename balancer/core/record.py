@@ -7,6 +7,7 @@ log line of the request. Times are seconds of the process's monotonic clock.
 from dataclasses import dataclass, field
 
 from balancer.core.plan import RoutePlan
+from balancer.core.standings import Attempt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class LegRecord:
     """Of a prefill leg: `usage.prompt_tokens_details` as JSON; None if there was no usage."""
     reason: str | None = None
     """Why this instance, of an encode leg: `affinity`, `least_loaded`, `only_one`."""
+    attempt: Attempt | None = None
+    """What it counts for in its instance's standing."""
 
     @property
     def computed_s(self) -> float | None:
@@ -99,6 +102,10 @@ class RequestRecord:
     error: str | None = None
     first_byte_s: float | None = None
     ended_s: float | None = None
+    retries: int = 0
+    """Further attempts that were made for it."""
+    retries_refused: int = 0
+    """Others that the budget of retries didn't allow."""
 
     @property
     def prefill_leg(self) -> LegRecord | None:

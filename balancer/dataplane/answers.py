@@ -213,6 +213,8 @@ class AnswerPasser:
 
     def _answer_headers(self, engine: Headers, own: Headers) -> Headers:
         shown = own if self._headers == "full" else ()
+        if shown and self._record.retries:
+            shown = (*shown, (b"x-kvlb-retries", str(self._record.retries).encode()))
         return (*pass_answer_headers(engine), *shown, *self._id_headers())
 
     def _own_headers(self, plan: RoutePlan) -> Headers:

@@ -162,14 +162,16 @@ class RequestMedia:
     async def _encode(self, item: MediaItem, consumer: Candidate | None) -> None:
         """One item, on one instance after the other."""
         means = self._means
-        left = list(self._encoders)
+        reliability = means.sender.reliability
+        left = list(reliability.usable(self._encoders))
         failed: EngineError | None = None
         blames_item = False
         for _ in range(means.items.settings.attempts):
-            if not left:
+            if not left or (failed is not None and not reliability.may_retry(self._job.record)):
                 break
             choice = means.items.choose(item.key, left, means.legs_on)
             left.remove(choice.instance)
+            reliability.claim(choice.instance)
             try:
                 encoding = await self._leg(item, choice, consumer)
             except EngineError as error:
@@ -233,7 +235,7 @@ class RequestMedia:
                     raw = await self._ask(instance, body, request_id, leg)
             except TimeoutError as error:
                 raise EngineTimeoutError("the encode leg took too long") from error
-            leg.first_byte_s = means.clock()
+            means.sender.answered(leg)
             return connector.read(context, _read(raw))
 
     async def _ask(self, instance: Instance, body: bytes, request_id: str, leg: LegRecord) -> bytes:

@@ -90,19 +90,24 @@ class Forwarding:
         read = read_body(kind, request.body, generates=request.use.generates)
         record.stream = read.stream
         errand = _Errand(request=request, read=read, record=record, passer=passer)
+        reliability = self._sender.reliability
+        reliability.requested()
         places = await self._places(fleet, errand)
         retries_left = self._retries
         while True:
             place = places.pop(0)
+            reliability.claim(place.instance)
             try:
                 await self._carry_to(place, errand)
             except EngineError as error:
                 if record.status is not None or not places:
                     raise
-                if not _is_lacking(error):
-                    if not error.retryable or not retries_left:
-                        raise
-                    retries_left -= 1
+                if _is_lacking(error):
+                    continue
+                is_safe = error.retryable and retries_left > 0
+                if not is_safe or not reliability.may_retry(record):
+                    raise
+                retries_left -= 1
             else:
                 return
 
@@ -205,7 +210,7 @@ class Forwarding:
         guard: LegGuard,
     ) -> None:
         first = await answer.next_chunk()
-        leg.first_byte_s = self._clock()
+        self._sender.answered(leg)
         if errand.request.use.generates:
             guard.first_token()
         watch = None

@@ -1,4 +1,4 @@
-"""One leg to one instance: the engine's key, its `LegRecord`, and word to the fleet's keeper."""
+"""One leg to one instance: the engine's key, its `LegRecord`, and word of how it went."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from balancer.core.fleet import Instance
 from balancer.core.http_headers import Headers, drop_header
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.upstream import Upstream
 from balancer.tracing import Tracing
 from indexer.core.types import InstanceId
@@ -33,8 +34,10 @@ class LegSender:
         report_health: ReportHealth,
         clock: Callable[[], float],
         tracing: Tracing,
+        reliability: Reliability,
     ) -> None:
         self._upstream = upstream
+        self.reliability = reliability
         self._report_health = report_health
         self._clock = clock
         self._tracing = tracing
@@ -79,7 +82,7 @@ class LegSender:
     def recorded(
         self, instance: Instance, kind: str, record: RequestRecord, overlap_tokens: int | None
     ) -> Iterator[LegRecord]:
-        """One attempt: its record, and word to the fleet's keeper of how it went."""
+        """One attempt: its record, and word of how it went to those who mind the instance."""
         leg = LegRecord(
             kind=kind,
             alias=instance.alias,
@@ -87,20 +90,30 @@ class LegSender:
             started_s=self._clock(),
         )
         record.legs.append(leg)
+        self.reliability.started(instance, leg, record)
+        failed: BaseException | None = None
         try:
             with self._tracing.leg(leg):
                 yield leg
         except BalancerError as error:
+            failed = error
             leg.error = error.code or error.type
             self._report(instance, error)
             raise
-        except BaseException:
+        except BaseException as error:
+            failed = error
             leg.error = "cancelled"
             raise
         else:
             self._report_health(instance.id, True, None)
         finally:
             leg.ended_s = self._clock()
+            self.reliability.ended(leg, failed)
+
+    def answered(self, leg: LegRecord) -> None:
+        """The first byte of its answer is here."""
+        leg.first_byte_s = self._clock()
+        self.reliability.answered(leg)
 
     def _report(self, instance: Instance, error: BalancerError) -> None:
         """An engine that refuses is well; what isn't the engine's fault says nothing of it."""

@@ -4,7 +4,8 @@ Rules:
 
 1. Nothing goes to the client before the answering engine's first token is here, so a failure up
    to then still has its right status, or another instance.
-2. Another instance is tried for errors that say so (`retryable`), at most `retries` times.
+2. Another instance is tried for errors that say so (`retryable`), at most `retries` times, and only
+   while all requests together don't retry too much (`core.retry_budget`).
 3. A decode leg that would be on its way only after the prefill engine's lease isn't sent, nor one
    that an engine may have begun already: both legs run again. Nobody is blamed.
 4. A failed prefill leg is repeated on another prefill instance as long as the router offers one,
@@ -29,6 +30,7 @@ from balancer.core.errors import (
     LeaseEndedError,
 )
 from balancer.core.full_reports import FullReports
+from balancer.core.plan import RoutePlan
 from balancer.dataplane.encoding import EncodeMeans, RequestMedia
 from balancer.dataplane.jobs import (
     Job,
@@ -70,6 +72,7 @@ class Legs:
         self._router = router
         self._connectors = connectors
         self._retries = settings.retries
+        self._reliability = sender.reliability
         self._clock = clock
         self._new_id = new_id
         self._encode = encode
@@ -84,6 +87,7 @@ class Legs:
 
     async def carry(self, job: Job, deliver: Deliver) -> None:
         """Get the request answered and have `deliver` pass the answer on. Raises BalancerError."""
+        self._reliability.requested()
         tried: frozenset[RankId] = frozenset()
         retries_left = self._retries
         failed: BalancerError | None = None
@@ -98,10 +102,9 @@ class Legs:
             except PrefillLegError as error:
                 failed, without_prefill = error.cause, True
             except (EngineError, LeaseEndedError) as error:
-                if not retries_left or job.record.status is not None:
-                    raise
-                is_redone = media.redoes(error)
-                if not error.retryable and not is_redone:
+                is_open = retries_left > 0 and job.record.status is None
+                is_redone = is_open and media.redoes(error)
+                if not is_open or not self._may_repeat(job, error, is_redone=is_redone):
                     raise
                 retries_left -= 1
                 failed = error
@@ -109,6 +112,10 @@ class Legs:
                     tried |= frozenset(route.plan.decode.candidate.instance.rank_ids())
             else:
                 return
+
+    def _may_repeat(self, job: Job, error: BalancerError, *, is_redone: bool) -> bool:
+        """Whether trying again is safe, and all requests together don't do so too much."""
+        return (error.retryable or is_redone) and self._reliability.may_retry(job.record)
 
     async def _route(
         self,
@@ -131,6 +138,7 @@ class Legs:
                 raise
             raise failed from None  # nobody else is left: what went wrong is the answer
         note_plan(job.record, route.plan)
+        self._claim(route.plan)
         return route
 
     async def _carry_route(self, media: RequestMedia, route: Route, deliver: Deliver) -> None:
@@ -154,12 +162,20 @@ class Legs:
                 if not isinstance(error.cause, EngineUnreachableError):
                     turn = None  # somebody may have read it
                 tried |= frozenset(source.rank_ids())
+                if not self._reliability.may_retry(job.record):
+                    raise
                 if not self._router.replace_prefill(job.fleet, route, error.cause, tried):
                     raise
                 note_plan(job.record, route.plan)
+                self._claim(route.plan)
                 job = await media.ready(route.plan)
             else:
                 return
+
+    def _claim(self, plan: RoutePlan) -> None:
+        """Who was chosen on trial is on trial from now on, however long its leg has to wait."""
+        chosen = [each.candidate.instance for each in (plan.prefill, plan.decode) if each]
+        self._reliability.claim(*chosen)
 
     async def _carry_pair(
         self,

@@ -130,7 +130,7 @@ class LegCarrier:
                     raw = await answer.read(MAX_PREFILL_ANSWER_BYTES)
                 finally:
                     answer.close()
-                leg.first_byte_s = self._clock()
+                self._sender.answered(leg)
                 done = Prefilled(decode=conclude(read_prefill(raw, leg)), answered_s=answered_s)
                 route.prefill_cached(leg.cached_tokens)
                 return done
@@ -166,7 +166,7 @@ class LegCarrier:
             )
             try:
                 first = await good_beginning(answer, leg, is_handed=is_handed)
-                leg.first_byte_s = self._clock()
+                self._sender.answered(leg)
                 await deliver(
                     DecodeAnswer(
                         answer=answer,

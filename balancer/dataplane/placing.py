@@ -3,7 +3,7 @@
 Rules:
 
 1. Only instances that serve the model, are available and answer clients; those known not to have
-   the path come last.
+   the path come last, and after them those that are held back.
 2. The one with the fewest requests on its least busy rank comes first, equals in turn. Requests
    are those of the load ledger, so scored and forwarded ones see each other.
 3. A request that runs a prompt is pinned to the rank it is booked on.
@@ -20,6 +20,7 @@ from balancer.core.lacking import LackingPaths
 from balancer.core.load import LegGuard, LegWork, LoadLedger
 from balancer.core.model_lookup import find_model
 from balancer.core.record import RequestRecord
+from balancer.core.vetting import Vetting
 from indexer.core.types import RankId
 
 
@@ -40,8 +41,9 @@ class Place:
 class Placing:
     """One per process."""
 
-    def __init__(self, *, ledger: LoadLedger, clock: Callable[[], float]) -> None:
+    def __init__(self, *, ledger: LoadLedger, clock: Callable[[], float], vetting: Vetting) -> None:
         self.lacking = LackingPaths()
+        self._vetting = vetting
         self._ledger = ledger
         self._clock = clock
         self._turn = 0
@@ -62,9 +64,11 @@ class Placing:
         self._turn += 1
         turn = self._turn % len(able)
         now_s = self._clock()
+        usable = {each.id for each in self._vetting.usable(able, frozenset())}
         ordered = [self.place(each) for each in able[turn:] + able[:turn]]
         ordered.sort(
             key=lambda each: (
+                each.instance.id not in usable,
                 self.lacking.lacks(each.instance.id, path, now_s),
                 self._requests(each.rank),
             )

@@ -45,6 +45,7 @@ from balancer.core.http_headers import (
 from balancer.core.load import LoadLedger
 from balancer.core.openai_errors import render_error
 from balancer.core.record import RequestRecord
+from balancer.core.reliability_settings import ReliabilitySettings
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.rewrite import splice_usage, wants_usage
 from balancer.core.session_close import INTERNAL_ERROR, SERVICE_RESTART
@@ -60,6 +61,7 @@ from balancer.dataplane.legs import Legs
 from balancer.dataplane.one_leg import DecodeAnswer, OnLegEnd
 from balancer.dataplane.placing import Placing
 from balancer.dataplane.realtime import Realtime
+from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.upstream import Upstream
 from balancer.routing.router import Router
 from balancer.tracing import NoTracing, Tracing
@@ -98,6 +100,7 @@ class DataPlane:
         on_leg_end: OnLegEnd = lambda _forecast, _leg: None,
         full_reports: FullReports | None = None,
         encoded: EncodedItems | None = None,
+        reliability: Reliability | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
         self._fleet = fleet
@@ -115,6 +118,7 @@ class DataPlane:
             report_health=report_health,
             clock=clock,
             tracing=self._tracing,
+            reliability=reliability or Reliability(ReliabilitySettings(), fleet=fleet, clock=clock),
         )
         self._legs = Legs(
             router=router,
@@ -135,7 +139,7 @@ class DataPlane:
             ),
         )
         self._handling = handling or Handling()
-        placing = Placing(ledger=ledger, clock=clock)
+        placing = Placing(ledger=ledger, clock=clock, vetting=sender.reliability)
         self._forwarding = Forwarding(
             sender=sender, settings=settings, clock=clock, placing=placing
         )

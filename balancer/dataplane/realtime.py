@@ -94,18 +94,23 @@ class Realtime:
     async def _open(self, fleet: Fleet, socket: ClientSocket, record: RequestRecord) -> None:
         model = parse_qs(socket.query.decode("latin-1")).get("model", [""])[-1]
         places = self._placing.places(fleet, model=model, path=socket.path, record=record)
+        reliability = self._sender.reliability
+        reliability.requested()
         retries_left = self._settings.retries
         while True:
             place = places.pop(0)
+            reliability.claim(place.instance)
             try:
                 await self._carry_to(place, socket, record)
             except EngineError as error:
                 if record.status is not None or not places:
                     raise
-                if not _is_lacking(error):
-                    if not error.retryable or not retries_left:
-                        raise
-                    retries_left -= 1
+                if _is_lacking(error):
+                    continue
+                is_safe = error.retryable and retries_left > 0
+                if not is_safe or not reliability.may_retry(record):
+                    raise
+                retries_left -= 1
             else:
                 return
 
@@ -119,7 +124,8 @@ class Realtime:
                 leg.status = SESSION_STATUS
                 await socket.accept(engine.subprotocol, self._answer_headers(place, record))
                 record.status = SESSION_STATUS
-                record.first_byte_s = leg.first_byte_s = self._clock()
+                self._sender.answered(leg)
+                record.first_byte_s = leg.first_byte_s
                 guard.first_token()
                 await _relay(socket, engine, leg, record)
             finally:

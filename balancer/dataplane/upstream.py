@@ -3,10 +3,12 @@
 Rules:
 
 1. Idle connections are dropped before the engine drops them (vLLM: 5 s). The race that remains is
-   met by one repetition on a new connection, if the reused one died before any answer byte.
+   met by one repetition on a new connection, if the reused one died at once and before any answer
+   byte: an engine that dies while it computes isn't asked the same again here.
 2. Limits: connecting, first byte, silence. No total limit: agent turns may take an hour.
 3. Proxies of the environment are ignored on purpose: engines are neighbours.
 4. Every foreign error becomes one of `balancer.core.errors`, without the engine's address.
+5. A pool lives as long as it has connections. What comes back to one that was given up is closed.
 """
 
 import asyncio
@@ -14,11 +16,15 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 from urllib.parse import urlsplit
 
 from balancer.core.body import Body, size_bytes
 from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineUnreachableError
 from balancer.dataplane.connection import Connection, UpstreamAnswer
+
+_STALE_S: Final = 1.0
+"""A connection that the engine had retired shows it within a round trip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +41,12 @@ class _Origin:
 class _Pool:
     """Connections to one origin."""
 
-    __slots__ = ("idle", "is_sweeping", "origin", "outdated", "used")
+    __slots__ = ("base_url", "connecting", "idle", "is_sweeping", "origin", "outdated", "used")
 
-    def __init__(self, origin: _Origin) -> None:
-        self.origin = origin
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+        self.origin = _read_origin(base_url)
+        self.connecting = 0
         self.idle: list[Connection] = []
         self.used: set[Connection] = set()
         self.is_sweeping = False
@@ -64,6 +72,7 @@ class Upstream:
         self._keep_alive_s = keep_alive_s
         self._tls = tls
         self._pools: dict[str, _Pool] = {}
+        self._is_closed = False
 
     async def send(
         self,
@@ -83,15 +92,18 @@ class Upstream:
         """
         pool = self._pools.get(base_url)
         if pool is None:
-            pool = self._pools[base_url] = _Pool(_read_origin(base_url))
+            pool = self._pools[base_url] = _Pool(base_url)
         head = _write_head(pool.origin, method, target, headers, size_bytes(body))
         reused = self._take_idle(pool)
         if reused is not None:
+            sent_s = asyncio.get_running_loop().time()
             try:
                 _ask(on_ready, reused)
                 return await self._exchange(pool, reused, method, head, body)
             except EngineClosedError:
-                pass  # the engine retired the connection just now: it saw no request
+                if asyncio.get_running_loop().time() - sent_s > _STALE_S:
+                    raise
+                # The engine retired the connection just now: it saw no request.
         connection = await self._connect(pool)
         _ask(on_ready, connection)
         return await self._exchange(pool, connection, method, head, body)
@@ -112,7 +124,8 @@ class Upstream:
             connection.give_up()
 
     async def close(self) -> None:
-        """Break every connection."""
+        """Break every connection, and make no other."""
+        self._is_closed = True
         for pool in self._pools.values():
             for connection in [*pool.idle, *pool.used]:
                 connection.abort()
@@ -137,6 +150,20 @@ class Upstream:
         return answer
 
     async def _connect(self, pool: _Pool) -> Connection:
+        pool.connecting += 1
+        try:
+            connection = await self._open(pool)
+            pool.used.add(connection)
+        finally:
+            pool.connecting -= 1
+            self._give_up_if_empty(pool)
+        if self._is_closed:  # meanwhile
+            connection.abort()
+        return connection
+
+    async def _open(self, pool: _Pool) -> Connection:
+        if self._is_closed:
+            raise EngineUnreachableError("this balancer is shutting down")
         origin = pool.origin
         loop = asyncio.get_running_loop()
 
@@ -180,7 +207,7 @@ class Upstream:
     def _keep(self, pool: _Pool, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
         pool.used.discard(connection)
-        if connection in pool.outdated:
+        if connection in pool.outdated or self._pools.get(pool.base_url) is not pool:
             pool.outdated.discard(connection)
             connection.close()
             return
@@ -201,6 +228,14 @@ class Upstream:
         pool.is_sweeping = bool(fit)
         if fit:
             loop.call_later(fit[0].idle_since_s - oldest_s, self._sweep, pool)
+        else:
+            self._give_up_if_empty(pool)
+
+    def _give_up_if_empty(self, pool: _Pool) -> None:
+        """Instances come and go: nothing is kept for those that nobody speaks to."""
+        is_empty = not pool.idle and not pool.used and not pool.connecting
+        if is_empty and self._pools.get(pool.base_url) is pool:
+            del self._pools[pool.base_url]
 
 
 def _ask(on_ready: Callable[[], None] | None, connection: Connection) -> None:

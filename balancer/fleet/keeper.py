@@ -154,7 +154,7 @@ class FleetKeeper:
         watched = self._watched.get(instance)
         if watched is None:
             return False
-        state = watched.state.after_leg(ok, reason, self._thresholds)
+        state = watched.state.after_leg(ok, reason)
         if state is watched.state:
             return False
         lost = watched.state.healthy and not state.healthy

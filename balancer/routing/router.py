@@ -39,6 +39,7 @@ from balancer.core.planner import Planner
 from balancer.core.policies import Policy, seeded_draw
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.core.vetting import NoVetting, Vetting
 from balancer.routing.question import Question
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt
@@ -127,6 +128,7 @@ class Router:
         connectors: Mapping[str, Connector] | None = None,
         on_lookup: Callable[[str, float], None] | None = None,
         tracing: Tracing | None = None,
+        vetting: Vetting | None = None,
     ) -> None:
         """`on_lookup` is told the outcome (ok, timeout, failed, skipped) and its seconds."""
         self._index = index
@@ -140,6 +142,7 @@ class Router:
         self._clock = clock
         self._on_lookup = on_lookup
         self._tracing = tracing or NoTracing()
+        self._vetting = vetting or NoVetting()
         self._ranks = KnownRanks()
         self._failures = Throttle(_FAILURE_LOG_S)
         self.lookup_problem: str | None = None
@@ -219,7 +222,8 @@ class Router:
             return False
         exclude |= {route.plan.prefill.candidate.rank}
         pool = find_pool(fleet, question.request.model)
-        sources, _ = self._source(question).load(pool.prefill, exclude)
+        usable = self._vetting.usable(pool.prefill, exclude)
+        sources, _ = self._source(question).load(usable, exclude)
         connector = route.plan.decode.candidate.instance.connector
         plan = self._planner.replace_prefill(
             route.plan,
@@ -269,13 +273,23 @@ class Router:
     ) -> RoutePlan:
         pool = find_pool(fleet, question.request.model)
         source = self._source(question)
-        decode = source.load_answering(pool.answering, exclude)
-        prefill, some_full = source.load(pool.prefill, exclude)
+        answering = self._vetting.usable(pool.answering, exclude)
+        prefilling = self._vetting.usable(pool.prefill, exclude)
+        decode = source.load_answering(answering, exclude)
+        prefill, some_full = source.load(prefilling, exclude)
         facts = question.facts(
             pool, prefill_failed=prefill_failed, prefill_full=some_full and not prefill
         )
         facts = replace(facts, rates_known=self._ledger.knows_rates)
-        return self._planner.plan(question.shape, facts, decode, prefill, self._draw(question))
+        plan = self._planner.plan(question.shape, facts, decode, prefill, self._draw(question))
+        if len(answering) + len(prefilling) == len(pool.answering) + len(pool.prefill):
+            return plan
+        reasons = {
+            each.alias: self._vetting.reason(each.id) for each in (*pool.answering, *pool.prefill)
+        }
+        for each in (*answering, *prefilling):
+            del reasons[each.alias]
+        return replace(plan, held_back={name: why or "" for name, why in reasons.items()})
 
     def _source(self, question: Question) -> CandidateSource:
         return CandidateSource(

@@ -276,9 +276,7 @@ async def test_rank_that_the_instance_has_no_more_is_forgotten(
         )
         with balancer.app.ledger.hold(work):
             engine.answers["/kv_event_sources"] = (200, b'{"0": {}}')
-            balancer.app.keeper.report(engine.id, False, "engine_closed")
-            balancer.app.keeper.report(engine.id, False, "engine_closed")
-            balancer.app.keeper.report(engine.id, False, "engine_closed")
+            balancer.app.keeper.report(engine.id, False, "engine_unreachable")
             async with asyncio.timeout(5):
                 await balancer.app.keeper.wait_for(lambda fleet: second not in fleet.ranks)
 

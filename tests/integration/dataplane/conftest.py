@@ -22,11 +22,13 @@ from balancer.core.fleet import Fleet, Instance
 from balancer.core.local_ledger import LocalLedger
 from balancer.core.policies import named_policy
 from balancer.core.record import RequestRecord
+from balancer.core.reliability_settings import ReliabilitySettings
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.exchange import AsgiExchange
 from balancer.dataplane.plane import DataPlane
+from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.server_protocols import (
     MAX_MESSAGE_BYTES,
     ExactHttp,
@@ -34,6 +36,7 @@ from balancer.dataplane.server_protocols import (
 )
 from balancer.dataplane.upstream import Upstream
 from balancer.routing.router import Router
+from balancer.server import BACKLOG, listen
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 from indexer.core.model_cards import ServedModels
@@ -133,7 +136,7 @@ class FakeEngine:
 
     @asynccontextmanager
     async def running(self, host: str) -> AsyncIterator["FakeEngine"]:
-        server = await asyncio.start_server(self._on_connection, host, 0)
+        server = await asyncio.start_server(self._on_connection, host, 0, backlog=BACKLOG)
         port = server.sockets[0].getsockname()[1]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         try:
@@ -244,19 +247,26 @@ class Balancer:
             connect_timeout_s=settings.connect_timeout_s,
             first_byte_timeout_s=settings.first_byte_timeout_s,
             idle_timeout_s=settings.idle_timeout_s,
+            keep_alive_s=settings.keep_alive_s,
         )
         known = options.setdefault("connectors", connectors())
         clock = options.setdefault("clock", time.monotonic)
+        self.reliability = Reliability(
+            options.pop("reliability", ReliabilitySettings()),
+            fleet=lambda: self.fleet,
+            clock=clock,
+        )
         router = Router(
             index=options.pop("index", MemoryIndex()),
             ledger=self.ledger,
             policy=named_policy("round_robin"),
-            settings=RoutingSettings(),
+            settings=options.pop("routing", RoutingSettings()),
             pd=options.pop("pd", PdSettings()),
             connectors=known,
             random=lambda: 0.5,
             clock=clock,
             tracing=options.get("tracing"),
+            vetting=self.reliability,
         )
         self._ids = count(1)
         self._noted = asyncio.Event()
@@ -271,6 +281,7 @@ class Balancer:
                 "on_record": self._on_record,
                 "report_health": lambda *told: self.health.append(told),
                 "new_id": lambda: f"made-up-{next(self._ids)}",
+                "reliability": self.reliability,
                 **options,
             }
         )
@@ -298,7 +309,7 @@ class Balancer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Balancer"]:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         server = _Server(
@@ -314,6 +325,7 @@ class Balancer:
                 server_header=False,
                 date_header=False,
                 timeout_graceful_shutdown=1,
+                backlog=BACKLOG,
             )
         )
         with listener:
@@ -435,3 +447,17 @@ def raw_client() -> RawClientFactory:
             writer.transport.abort()
 
     return connect
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Waits for what nothing tells of."""
+
+    async def wait(is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while True:
+                if is_so():
+                    return
+                await asyncio.sleep(0.01)
+
+    return wait

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -319,3 +320,25 @@ async def test_slow_client_holds_its_engine_back(
 
         assert 0 < sent < 40_000_000
         assert (await proxy.wait_for_records(1))[0].error == "ClientClosedRequest"
+
+
+async def test_slow_clients_cost_a_bounded_memory_each(
+    engine: Any, balancer: Any, instance: Any, raw_client: Any, until: Any
+) -> None:
+    """What waits for a client that doesn't read is a few hundred kilobytes, and its engine stands."""
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.head(content_type="text/event-stream")
+        while not received.gone.is_set():
+            await wire.chunk(token("x" * 32_000))
+
+    async with engine(script) as fake, balancer(instance(fake)) as proxy, AsyncExitStack() as stack:
+        for _ in range(20):
+            client = await stack.enter_async_context(raw_client(proxy))
+            await client.post(CHAT, chat())
+        await fake.wait_for_requests(20)
+        (pool,) = proxy.upstream._pools.values()
+        await until(lambda: len(pool.used) == 20 and all(each.is_paused for each in pool.used))
+        waiting = [each._answer._buffered_bytes for each in pool.used]
+
+    assert max(waiting) <= 256 * 1024 + 256 * 1024, "the limit, and what one read may bring"

@@ -592,7 +592,8 @@ async def test_sockets_return_to_base_after_broken_answers(engine: EngineFactory
 
         assert fake.connections < 60
         await fake.wait_for_connections(0)
-        assert not any(each.is_open for each in upstream._pools[fake.url].idle)
+        pool = upstream._pools.get(fake.url)
+        assert pool is None or not any(each.is_open for each in pool.idle)
 
 
 def test_everything_works_on_uvloop(engine: EngineFactory, balancer: Any, instance: Any) -> None:
@@ -641,3 +642,109 @@ async def test_connection_to_a_name_that_moved_is_not_used_again(engine: EngineF
         used = [received.connection for received in fake.received]
     assert used[0] == used[1]
     assert len({used[1], used[2], used[3]}) == 3
+
+
+async def test_connection_that_comes_back_after_close_is_not_kept(engine: EngineFactory) -> None:
+    """A leg may end after the pools were given up; its connection ends with it."""
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n")
+        await go_on.wait()
+        await wire.raw(b"ok")
+
+    go_on = asyncio.Event()
+    async with engine(script) as fake, opened(keep_alive_s=60.0) as upstream:
+        answer = await get(upstream, fake)
+        upstream._pools.clear()  # as `close` does, just before the connection would be broken
+        go_on.set()
+        assert await answer.read(10) == b"ok"
+
+        await fake.wait_for_connections(0)
+
+
+async def test_nothing_is_asked_after_close(engine: EngineFactory) -> None:
+    """Neither over a new connection nor over one that was being made."""
+    async with engine(answer_ok) as fake, opened() as upstream:
+        await upstream.close()
+        with pytest.raises(EngineUnreachableError):
+            await get(upstream, fake)
+        assert upstream._pools == {}
+
+    async with engine(answer_ok) as fake, opened() as upstream:
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(answer_or_error(upstream, fake))
+            await asyncio.sleep(0)  # it waits for its connection now
+            await upstream.close()
+        assert isinstance(asking.result(), EngineClosedError)
+        await fake.wait_for_connections(0)
+
+
+async def answer_or_error(upstream: Upstream, fake: Any) -> object:
+    try:
+        return await get(upstream, fake)
+    except BalancerError as error:
+        return error
+
+
+async def test_reused_connection_that_dies_late_is_no_race(engine: EngineFactory) -> None:
+    """An engine that died of a request isn't asked the same again at once."""
+    calls = 0
+
+    async def script(received: Any, wire: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await answer_ok(received, wire)
+        else:
+            await asyncio.sleep(1.2)
+            wire.close()
+
+    async with engine(script) as fake, opened() as upstream:
+        await (await get(upstream, fake)).read(1000)
+        with pytest.raises(EngineClosedError):
+            await get(upstream, fake)
+
+        assert calls == 2
+
+
+async def test_engine_that_retires_connections_early_never_shows(engine: EngineFactory) -> None:
+    """Its keep-alive is as long as our pause: it closes before, after and while we ask (F50)."""
+
+    async def retire(wire: Any, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        wire.close()
+
+    async def script(received: Any, wire: Any) -> None:
+        await answer_ok(received, wire)
+        await retire(wire, 0.005)
+
+    async with engine(script) as fake, opened() as upstream:
+        for number in range(200):
+            answer = await get(upstream, fake)
+            assert answer.status == 200
+            await answer.read(1000)
+            await asyncio.sleep(0.004 + number * 0.00001)
+
+
+async def test_instances_that_come_and_go_leave_nothing(engine: EngineFactory) -> None:
+    """No pool stays for an address that nobody speaks to any more, answered or not."""
+    async with opened(keep_alive_s=0.05) as upstream:
+        for _ in range(3):
+            async with engine(answer_ok) as fake:
+                await (await get(upstream, fake)).read(1000)
+                await fake.wait_for_connections(0)
+            with pytest.raises(EngineUnreachableError):
+                await get(upstream, fake)
+
+        assert upstream._pools == {}
+
+
+async def test_small_writes_are_not_held_back(engine: EngineFactory) -> None:
+    """Nagle would hold a second small packet for 40 ms: the option is set towards engines."""
+    async with engine(answer_ok) as fake, opened() as upstream:
+        await (await get(upstream, fake)).read(1000)
+        (connection,) = upstream._pools[fake.url].idle
+        assert connection._transport is not None
+        raw = connection._transport.get_extra_info("socket")
+
+        assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

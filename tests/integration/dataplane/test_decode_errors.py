@@ -1,0 +1,74 @@
+"""What the decode instance refuses after a prefill leg that went well reaches the client."""
+
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from balancer.core.fleet import Role
+
+COMPLETIONS = "/v1/completions"
+
+
+async def prefill_ok(received: Any, wire: Any) -> None:
+    await wire.json({"kv_transfer_params": {"do_remote_prefill": True}})
+
+
+def refuse(status: int) -> Any:
+    async def script(received: Any, wire: Any) -> None:
+        await wire.json({"error": {"message": f"no {status}"}}, status)
+
+    return script
+
+
+async def close(received: Any, wire: Any) -> None:
+    wire.close()
+
+
+async def close_after_the_headers(received: Any, wire: Any) -> None:
+    await wire.head(content_type="text/event-stream")
+    wire.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [
+        pytest.param(refuse(400), 400, None, id="400"),
+        pytest.param(refuse(500), 502, "hand_over_failed", id="500"),
+        pytest.param(close, 502, "engine_closed", id="closed"),
+        pytest.param(close_after_the_headers, 502, "engine_closed", id="closed-after-headers"),
+        pytest.param(None, 502, "engine_unreachable", id="refused-connection"),
+    ],
+)
+async def test_decode_error_is_the_clients_answer(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    fault: Any,
+    status: int,
+    code: str | None,
+    stream: bool,
+) -> None:
+    """Headers go out after the decode engine's own: no empty 200 in front of its error (F43)."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        async with engine(prefill_ok) as p, engine(fault or close) as d:
+            decode = d if fault else f"http://127.0.0.1:{nobody.getsockname()[1]}"
+            fleet = (
+                instance(p, "p0", role=Role.PREFILL, connector="nixl"),
+                instance(decode, "d0", role=Role.DECODE, connector="nixl"),
+            )
+            async with balancer(*fleet) as proxy:
+                body = {"model": "m", "prompt": list(range(1000)), "stream": stream}
+                answer = await client.post(proxy.url + COMPLETIONS, json=body)
+
+                assert answer.status_code == status
+                assert proxy.in_flight() == 0
+                assert len(p.received) == 1
+
+    error = answer.json()["error"]
+    assert error.get("code") == code
+    assert code is not None or error["message"] == f"no {status}"

@@ -1,0 +1,67 @@
+"""Many clients at once."""
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+from balancer.server import BACKLOG, listen
+
+BURST = 512
+
+
+async def stream_once(port: int, number: int, opened: asyncio.Barrier) -> str:
+    """Connect, wait until everybody is connected, and read one whole stream."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        ids = list(range(number, number + 40))
+        body = {"model": "sim", "prompt": ids, "max_tokens": 4, "stream": True, "ignore_eos": True}
+        raw = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
+        await opened.wait()
+        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + raw)
+        answer = await reader.readuntil(b"data: [DONE]\n\n")
+        return answer.split(b"\r\n", 1)[0].decode()
+    finally:
+        writer.transport.abort()
+
+
+async def test_512_streams_opened_at_once_are_all_served(
+    kvlb_up: Any, engines_up: Any, describe: Callable[..., dict[str, Any]]
+) -> None:
+    """None reset, none lost, none cut."""
+    async with (
+        engines_up("2") as fleet,
+        kvlb_up([describe(each) for each in fleet.engines]) as kvlb,
+    ):
+        await kvlb.all_known(["m0", "m1"])
+        port = urlsplit(kvlb.url).port
+        assert port is not None
+        opened = asyncio.Barrier(BURST)
+        async with asyncio.timeout(50), asyncio.TaskGroup() as group:
+            streams = [
+                group.create_task(stream_once(port, number, opened)) for number in range(BURST)
+            ]
+        failed = await kvlb.series("kvlb_requests_total")
+
+    assert Counter(each.result() for each in streams) == {"HTTP/1.1 200 OK": BURST}
+    assert {key for key in failed if 'outcome="ok"' not in key} == set()
+    assert sum(failed.values()) == BURST
+
+
+def test_connections_wait_in_line_however_many_come_at_once() -> None:
+    """Before the first is accepted all are connected: a short queue would lose their first packets."""
+    assert BACKLOG == 4096
+    with listen("127.0.0.1", 0) as listener, ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(BURST)]
+        for each in clients:
+            each.settimeout(0.5)  # a lost SYN is sent again after a second
+            each.connect(listener.getsockname())
+
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
