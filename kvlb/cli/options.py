@@ -77,6 +77,7 @@ SimulateArgument = Annotated[
     str,
     typer.Argument(
         metavar="FLEET",
-        help="`2p2d`: two prefill and two decode instances; `4`: four mixed ones.",
+        help="`2p2d`: two prefill and two decode instances; `4`: four mixed ones; `1e2m`: an "
+        "encode instance for two mixed ones.",
     ),
 ]

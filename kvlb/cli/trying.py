@@ -69,7 +69,7 @@ def simulate(  # noqa: PLR0913 - an argument is an option
 
     - `kvlb simulate 2p2d`
     - `kvlb simulate 4 --base-port 8101 --prefill-rate 4000`
-    - `kvlb simulate 1e2 --ec-connector cpu`
+    - `kvlb simulate 1e2m --ec-connector cpu`
     - `kvlb simulate 2 --ranks 4 --cache-blocks 512 --adapter lora-a --release 0.23.0`
     """
     from kvlb.simulate import SimulationOptions
