@@ -91,6 +91,10 @@ def _show(plan: Mapping[str, Any], console: Console) -> None:
     console.print(f"reason  [bold]{plan['reason']}[/]: {plan['meaning']}", highlight=False)
     if plan.get("ways"):
         console.print(f"ways    {plan['ways']}", highlight=False, markup=False)
+    for item in (plan.get("encode") or {}).get("items", ()):
+        where = item["instance"] or "where the prompt is computed"
+        line = f"encode  item {item['item']}: {where} ({item['reason']})"
+        console.print(line, highlight=False, markup=False)
     for name in ("decode", "prefill"):
         if plan[name] is not None:
             _show_leg(name, plan[name], console)

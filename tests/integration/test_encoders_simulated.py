@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import yaml
 
+from kvlb.explain import explain
 from kvlb.running import running_kvlb
 from kvlb.settings import Overrides, load_settings
 from simulator.core import tokenizer
@@ -354,8 +355,10 @@ async def test_a_client_that_leaves_ends_its_encode_legs(tmp_path: Path) -> None
         assert (await stage.last())["status"] == 499
 
 
-async def test_explain_says_who_would_encode_and_why(tmp_path: Path) -> None:
-    """Nothing is sent or booked by asking."""
+async def test_explain_says_who_would_encode_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is sent or booked by asking; the command says it in a line."""
     async with on_stage("2e1m", "cpu", tmp_path / "kvlb.yaml") as stage:
         before = (await stage.http.post("/explain", json=body("cat", "dog"))).json()
         await stage.ask("cat")
@@ -370,6 +373,12 @@ async def test_explain_says_who_would_encode_and_why(tmp_path: Path) -> None:
 
         await stage.until(encoders_are_down)
         down = (await stage.http.post("/explain", json=body("cat"))).json()
+        asked = msgspec.json.encode(body("cat")).decode()
+        url = str(stage.http.base_url)
+        await asyncio.to_thread(explain, asked, url=url, path=CHAT, as_json=False)
+        shown = capsys.readouterr().out
+
+        assert "encode  item 0: where the prompt is computed (no_encode_instance)" in shown
 
         assert [each["reason"] for each in before["encode"]["items"]] == ["least_loaded"] * 2
         assert after["encode"]["items"][0]["reason"] == "reused"
