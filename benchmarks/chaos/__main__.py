@@ -18,7 +18,7 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=10, help="runs (10)")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=2000, help="of each run (2000)")
-    parser.add_argument("--rate", type=float, default=50.0, help="requests a second (50)")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second (20)")
     parser.add_argument("--connector", choices=get_args(ConnectorName), help="for all seeds")
     parser.add_argument("--keep", type=Path, help="folder for settings and logs of balancers")
     return parser.parse_args()

@@ -20,8 +20,8 @@ from benchmarks.chaos.client import Outcome
 from simulator.core.history import Attempt, FleetHistory
 from simulator.life_counts import LifeCounts
 
-NOTICE_S = 1.5
-"""A balancer that probes every 0.25 s knows by then that an engine is back."""
+NOTICE_S = 2.0
+"""A balancer that probes every 0.5 s knows by then that an engine is back."""
 ALLOWED_STATUSES = frozenset({502, 503, 504})
 _LATE_S = 0.5
 """Between what befell an engine and the last its client hears of it, on a busy machine."""

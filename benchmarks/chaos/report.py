@@ -9,7 +9,7 @@ from benchmarks.chaos.stage import Run
 _HEAD = (
     *("seed", "connector", "pd", "requests", "answered", "left", "error events"),
     *("502", "503", "504", "other", "errors", "avoidable", "legs again", "faults"),
-    *("stranded", "corrupt", "wrong", "hung", "s"),
+    *("stranded", "corrupt", "wrong", "hung", "starved", "s"),
 )
 _SHOWN = 12
 
@@ -56,6 +56,7 @@ def _row(run: Run) -> tuple[str, ...]:
         str(verdict.fleet.counts.corrupt_reads),
         str(_count(verdict, "wrong_answer")),
         str(ends.get("hung", 0) + ends.get("broken", 0)),
+        str(run.starved),
         f"{run.took_s:.0f}",
     )
 

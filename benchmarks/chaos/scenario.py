@@ -1,7 +1,7 @@
 """How one run is set up: the seed decides everything. Pure.
 
 Limits are short, so that a run is: what a fleet meets in an hour happens within a minute. An engine
-hangs for up to 5 s; that is longer than the limits of silence, shorter than the leases. (An engine
+hangs for up to 7 s; that is longer than the limits of silence, shorter than the leases. (An engine
 that hangs for longer than the other's lease reads blocks that are somebody else's by then, as soon
 as it goes on: nothing outside of it can help that, and its client has long been answered.)
 """
@@ -15,16 +15,16 @@ from simulator.service import RunningEngine
 
 FLEET = "4p4d"
 CONNECTORS: tuple[ConnectorName, ...] = ("nixl", "mooncake", "nixl_push", "example")
-LEASE_S = 8.0
-DEADLINE_S = 20.0
+LEASE_S = 12.0
+DEADLINE_S = 30.0
 """Every limit of a request in a row: see `settings`."""
 _LIMITS = {
-    "connect_timeout_s": 1.0,
-    "first_byte_timeout_s": 3.0,
-    "idle_timeout_s": 3.0,
+    "connect_timeout_s": 2.0,
+    "first_byte_timeout_s": 5.0,
+    "idle_timeout_s": 5.0,
     "retries": 3,
 }
-_PROBES = {"interval_s": 0.25, "timeout_s": 1.0, "unhealthy_after": 2}
+_PROBES = {"interval_s": 0.5, "timeout_s": 2.0, "unhealthy_after": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

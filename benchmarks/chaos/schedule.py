@@ -15,14 +15,14 @@ from typing import Literal
 
 Kind = Literal["kill", "restart", "hang", "cut_off", "cut"]
 
-RECOVERY_S = 2.0
-"""A balancer that probes every 0.25 s knows by then who is back."""
-_MEAN_PAUSE_S = 0.55
+RECOVERY_S = 2.5
+"""A balancer that probes every 0.5 s knows by then who is back."""
+_MEAN_PAUSE_S = 0.7
 _WEIGHTS: Mapping[Kind, int] = {"kill": 3, "restart": 2, "hang": 3, "cut_off": 2, "cut": 3}
 _LONGEST_S: Mapping[Kind, float] = {
     "kill": 4.0,
     "restart": 0.0,
-    "hang": 5.0,
+    "hang": 7.0,
     "cut_off": 3.0,
     "cut": 0.0,
 }

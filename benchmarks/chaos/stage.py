@@ -16,6 +16,7 @@ import yaml
 
 from benchmarks.chaos.client import Outcome, send
 from benchmarks.chaos.judge import FleetEnd, Verdict, judge
+from benchmarks.chaos.machine import STARVED, watch_machine
 from benchmarks.chaos.requests import Ask, draw_requests
 from benchmarks.chaos.scenario import DEADLINE_S, FLEET, LEASE_S, Scenario
 from benchmarks.chaos.schedule import Fault, draw_faults
@@ -26,6 +27,7 @@ READY_S = 30.0
 SETTLE_S = LEASE_S + 4.0
 _POLL_S = 0.05
 _CONNECTIONS = 256
+_KEPT_CONNECTIONS = 16
 _END_S = 10.0
 
 
@@ -37,6 +39,8 @@ class Run:
     faults: Sequence[Fault]
     verdict: Verdict
     took_s: float
+    starved: int
+    """How often the machine kept this process from running for a while."""
 
 
 async def play(scenario: Scenario, folder: Path) -> Run:
@@ -47,14 +51,16 @@ async def play(scenario: Scenario, folder: Path) -> Run:
         chance = random.Random(scenario.seed)  # noqa: S311 - a schedule, no secret
         faults = draw_faults(chance, roles, scenario.duration_s)
         asks = draw_requests(chance, scenario.seed, scenario.requests, scenario.rate_per_s)
-        async with _balancer(scenario, fleet, folder) as url:
-            outcomes = await _ask_all(url, asks, fleet, faults)
+        async with _balancer(scenario, fleet, folder) as (url, pid):
+            outcomes = await _ask_all(url, asks, fleet, faults, (os.getpid(), pid))
             end = await _settle(fleet)
         return Run(
             scenario=scenario,
             faults=faults,
             verdict=judge(outcomes, fleet.history, end, scenario.needed(roles)),
             took_s=time.monotonic() - began_s,
+            starved=sum(each.what == STARVED for each in fleet.history.changes)
+            // len(fleet.engines),
         )
 
 
@@ -66,8 +72,10 @@ def _roles(fleet: RunningFleet) -> dict[str, list[str]]:
 
 
 @asynccontextmanager
-async def _balancer(scenario: Scenario, fleet: RunningFleet, folder: Path) -> AsyncIterator[str]:
-    """`kvlb up` as its operator would run it; its address, once it knows all engines."""
+async def _balancer(
+    scenario: Scenario, fleet: RunningFleet, folder: Path
+) -> AsyncIterator[tuple[str, int]]:
+    """`kvlb up` as its operator would run it: its address and process, once it knows all engines."""
     file = folder / f"seed-{scenario.seed}.yaml"
     file.write_text(yaml.safe_dump(scenario.settings(fleet.engines)))
     with (folder / f"seed-{scenario.seed}.log").open("w") as log:
@@ -80,7 +88,7 @@ async def _balancer(scenario: Scenario, fleet: RunningFleet, folder: Path) -> As
         try:
             url = await _listening(process)
             await _until_ready(url, len(fleet.engines))
-            yield url
+            yield url, process.pid
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -112,17 +120,23 @@ async def _until_ready(url: str, engines: int) -> None:
 
 
 async def _ask_all(
-    url: str, asks: Sequence[Ask], fleet: RunningFleet, faults: Sequence[Fault]
+    url: str,
+    asks: Sequence[Ask],
+    fleet: RunningFleet,
+    faults: Sequence[Fault],
+    pids: Sequence[int],
 ) -> list[Outcome]:
-    limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
+    limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_KEPT_CONNECTIONS)
     began_s = time.monotonic()
     async with (
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=None, limits=limits) as http,  # noqa: S113 - each request has its deadline
         asyncio.TaskGroup() as group,
     ):
-        for fault in faults:
-            group.create_task(_befall(fleet, fault, began_s))
+        watch = group.create_task(watch_machine(fleet, pids))
+        befalling = [group.create_task(_befall(fleet, each, began_s)) for each in faults]
         tasks = [group.create_task(_ask_at(http, ask, began_s)) for ask in asks]
+        await asyncio.wait([*befalling, *tasks])
+        watch.cancel()
     return [task.result() for task in tasks]
 
 

@@ -10,6 +10,7 @@ Nothing here decides anything; whoever judges a balancer reads it. Changes are k
 attempts the last ones. Cost: O(1) to note, O(changes of the engine) to ask.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -73,9 +74,9 @@ class FleetHistory:
         return sorted(every, key=lambda change: change.at_s)
 
     def note(self, engine: str, what: str, condition: Condition, at_s: float) -> None:
-        """Something befell an engine."""
+        """Something befell an engine; it may be known only later."""
         change = Change(at_s=at_s, engine=engine, condition=condition, what=what)
-        self._changes.setdefault(engine, []).append(change)
+        insort(self._changes.setdefault(engine, []), change, key=lambda each: each.at_s)
 
     def begin(self, engine: str, request_id: str, at_s: float) -> Attempt:
         """A request came in; the caller writes its end."""
