@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test check fix bench lint types contracts unit e2e deep soak sabotage clean services test-engine
+.PHONY: help demo docs test check fix bench chaos lint types contracts unit e2e deep soak sabotage clean services test-engine
 
 help: ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,9 @@ docs: $(READY) ## Write docs/configuration.md from the settings' docstrings, doc
 
 bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RESULTS.md.
 	$(BIN)/python -m benchmarks
+
+chaos: $(READY) ## A simulated fleet whose engines die, hang and lose the network: 10 x 2,000 requests. By hand: 20 minutes.
+	$(BIN)/python -m benchmarks.chaos
 
 clean: ## Remove the virtual environment and every cache.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist build

@@ -115,6 +115,10 @@ class LegSender:
         leg.first_byte_s = self._clock()
         self.reliability.answered(leg)
 
+    def doubt(self, instance: Instance) -> None:
+        """It may be another process than it was taken for: that is no matter of its health."""
+        self._report_health(instance.id, False, HandOverFailedError.code)
+
     def _report(self, instance: Instance, error: BalancerError) -> None:
         """An engine that refuses is well; what isn't the engine's fault says nothing of it."""
         if isinstance(error, EngineRefusedError | HandOverFailedError):

@@ -5,7 +5,8 @@ Rules:
 1. Nothing goes to the client before the answering engine's first token is here, so a failure up
    to then still has its right status, or another instance.
 2. Another instance is tried for errors that say so (`retryable`), at most `retries` times, and only
-   while all requests together don't retry too much (`core.retry_budget`).
+   while all requests together don't retry too much (`core.retry_budget`). Who isn't asked again is
+   said by `core.suspects`; each further attempt sees the fleet as it is then.
 3. A decode leg that would be on its way only after the prefill engine's lease isn't sent, nor one
    that an engine may have begun already: both legs run again. Nobody is blamed.
 4. A failed prefill leg is repeated on another prefill instance as long as the router offers one,
@@ -29,8 +30,10 @@ from balancer.core.errors import (
     FleetError,
     LeaseEndedError,
 )
+from balancer.core.fleet import Fleet
 from balancer.core.full_reports import FullReports
 from balancer.core.plan import RoutePlan
+from balancer.core.suspects import Suspects
 from balancer.dataplane.encoding import EncodeMeans, RequestMedia
 from balancer.dataplane.jobs import (
     Job,
@@ -58,6 +61,7 @@ class Legs:
     def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
+        fleet: Callable[[], Fleet],
         router: Router,
         sender: LegSender,
         connectors: Mapping[str, Connector],
@@ -69,6 +73,8 @@ class Legs:
         encode: EncodeMeans,
     ) -> None:
         """`new_id` makes 32 hexadecimal digits that nobody else has."""
+        self._fleet = fleet
+        self._sender = sender
         self._router = router
         self._connectors = connectors
         self._retries = settings.retries
@@ -88,14 +94,14 @@ class Legs:
     async def carry(self, job: Job, deliver: Deliver) -> None:
         """Get the request answered and have `deliver` pass the answer on. Raises BalancerError."""
         self._reliability.requested()
-        tried: frozenset[RankId] = frozenset()
+        suspects = Suspects()
         retries_left = self._retries
         failed: BalancerError | None = None
         without_prefill = False
         media = self._encode.media_of(job)
         while True:
             job = await media.ready(None)
-            route = await self._route(job, tried, failed, without_prefill=without_prefill)
+            route = await self._route(job, suspects.ranks, failed, without_prefill=without_prefill)
             try:
                 with route:
                     await self._carry_route(media, route, deliver)
@@ -108,8 +114,9 @@ class Legs:
                     raise
                 retries_left -= 1
                 failed = error
-                if isinstance(error, EngineError) and not is_redone:
-                    tried |= frozenset(route.plan.decode.candidate.instance.rank_ids())
+                doubted = None if is_redone else suspects.note(error, route.plan)
+                if doubted is not None:
+                    self._sender.doubt(doubted)
             else:
                 return
 
@@ -125,9 +132,11 @@ class Legs:
         *,
         without_prefill: bool,
     ) -> Route:
+        # Who failed may be known as down by now, who restarted under its new ids.
+        fleet = job.fleet if failed is None else self._fleet()
         try:
             route = await self._router.route(
-                job.fleet,
+                fleet,
                 job.request,
                 job.prompt,
                 exclude=tried,
@@ -164,7 +173,7 @@ class Legs:
                 tried |= frozenset(source.rank_ids())
                 if not self._reliability.may_retry(job.record):
                     raise
-                if not self._router.replace_prefill(job.fleet, route, error.cause, tried):
+                if not self._router.replace_prefill(self._fleet(), route, error.cause, tried):
                     raise
                 note_plan(job.record, route.plan)
                 self._claim(route.plan)

@@ -121,6 +121,7 @@ class DataPlane:
             reliability=reliability or Reliability(ReliabilitySettings(), fleet=fleet, clock=clock),
         )
         self._legs = Legs(
+            fleet=fleet,
             router=router,
             sender=sender,
             connectors=connectors,

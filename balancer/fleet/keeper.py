@@ -16,6 +16,7 @@ import structlog
 
 from balancer.core.control_errors import EngineCallError
 from balancer.core.control_settings import InstanceSettings, ProbeSettings
+from balancer.core.errors import HandOverFailedError
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.probe_state import ProbeAnswer, ProbeOutcome, ProbeState, ProbeThresholds
 from balancer.core.transfer_facts import NO_FACTS, Inquiry, Registration, TransferFacts
@@ -153,6 +154,9 @@ class FleetKeeper:
         """
         watched = self._watched.get(instance)
         if watched is None:
+            return False
+        if reason == HandOverFailedError.code:
+            watched.wake.set()  # it may have restarted: ask who it is
             return False
         state = watched.state.after_leg(ok, reason)
         if state is watched.state:

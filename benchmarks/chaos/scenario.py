@@ -15,7 +15,7 @@ from simulator.service import RunningEngine
 
 FLEET = "4p4d"
 CONNECTORS: tuple[ConnectorName, ...] = ("nixl", "mooncake", "nixl_push", "example")
-LEASE_S = 12.0
+LEASE_S = 9.0
 DEADLINE_S = 30.0
 """Every limit of a request in a row: see `settings`."""
 _LIMITS = {

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.fleet import Role
+from balancer.core.fleet import Fleet, Role
 
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -149,7 +149,7 @@ async def test_a_stream_that_begins_with_an_error_is_an_error(
 async def test_a_hand_over_that_failed_is_a_502_and_nobodys_fault(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, fault: Any
 ) -> None:
-    """The decode engine couldn't load: it may be the other's fault, so its health is not doubted."""
+    """The decode engine couldn't load: its health is not doubted, the other's identity is."""
     async with engine(prefill_ok) as p, engine(fault) as d:
         fleet = [
             instance(p, "p0", role=Role.PREFILL, connector="nixl"),
@@ -157,10 +157,10 @@ async def test_a_hand_over_that_failed_is_a_502_and_nobodys_fault(
         ]
         async with balancer(*fleet) as proxy:
             answer = await client.post(proxy.url + COMPLETIONS, json=request(stream=True))
-            health = {url: ok for url, ok, _ in proxy.health}
+            told = {(url, reason) for url, _, reason in proxy.health}
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "hand_over_failed")
-    assert health == {p.url: True, d.url: True}
+    assert told == {(p.url, None), (p.url, "hand_over_failed"), (d.url, None)}
 
 
 async def test_who_waits_for_an_engine_that_is_given_up_is_served_elsewhere(
@@ -249,3 +249,67 @@ async def test_what_was_handed_over_is_read_once(
     assert [each.status_code for each in answers] == [200, 200]
     assert [each.json["kv_transfer_params"] for each in d.received] == told
     assert len(told) == 3
+
+
+async def test_after_a_hand_over_that_failed_another_prefill_engine_is_asked(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Its source may have restarted; the one decode engine there is may well be able to load."""
+
+    async def prefill(name: str, wire: Any) -> None:
+        params = {**PARAMS, "remote_engine_id": name}
+        await wire.json({"choices": [], "kv_transfer_params": params})
+
+    async def decode(received: Any, wire: Any) -> None:
+        if received.json["kv_transfer_params"]["remote_engine_id"] == gone:
+            await refuse(received, wire)
+        else:
+            await answer_ok(received, wire)
+
+    gone = "p0"
+    async with (
+        engine(lambda _, wire: prefill("p0", wire)) as p0,
+        engine(lambda _, wire: prefill("p1", wire)) as p1,
+        engine(decode) as d,
+    ):
+        fleet = [
+            instance(p0, "p0", role=Role.PREFILL, connector="nixl"),
+            instance(p1, "p1", role=Role.PREFILL, connector="nixl"),
+            instance(d, "d0", role=Role.DECODE, connector="nixl"),
+        ]
+        async with balancer(*fleet) as proxy:
+            answers = []
+            for gone in ("p0", "p1"):
+                prompt = [int(gone[1]), *range(1000)]
+                answers.append(
+                    await client.post(proxy.url + COMPLETIONS, json=request(prompt=prompt))
+                )
+            told = {(url, reason) for url, _, reason in proxy.health if reason is not None}
+
+    assert [each.status_code for each in answers] == [200, 200]
+    assert {reason for _, reason in told} <= {"hand_over_failed"}
+    assert {url for url, _ in told} <= {p0.url, p1.url}
+
+
+async def test_a_further_attempt_sees_the_fleet_as_it_is(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """An engine that came while the first attempt ran may serve the second."""
+    added = asyncio.Event()
+
+    async def fail_then(received: Any, wire: Any) -> None:
+        await added.wait()
+        wire.reset()
+
+    async with (
+        engine(fail_then) as bad,
+        engine(answer_ok) as good,
+        balancer(instance(bad, "e0")) as proxy,
+        asyncio.TaskGroup() as group,
+    ):
+        asked = group.create_task(client.post(proxy.url + COMPLETIONS, json=request()))
+        await bad.wait_for_requests(1)
+        proxy.fleet = Fleet(instances=(*proxy.fleet.instances, instance(good, "e1")))
+        added.set()
+
+    assert asked.result().headers["x-kvlb-instance"] == "e1"
