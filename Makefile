@@ -77,4 +77,4 @@ chaos: $(READY) ## A simulated fleet whose engines die, hang and lose the networ
 	$(BIN)/python -m benchmarks.chaos
 
 clean: ## Remove the virtual environment and every cache.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist build
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage dist build

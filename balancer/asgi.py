@@ -32,7 +32,8 @@ class App:
         views: Views,
     ) -> None:
         self._routes = routes
-        self._entry = entry
+        self.entry = entry
+        """Who answers which path; a server's own protocol may ask it without ASGI."""
         self.keeper = keeper
         self.ledger = ledger
         self.reconfigure = reconfigure
@@ -46,7 +47,7 @@ class App:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one connection of the server's."""
-        await self._entry(scope, receive, send)
+        await self.entry(scope, receive, send)
 
     def start_draining(self) -> None:
         """From now on `/ready` says no; what runs goes on."""

@@ -11,7 +11,7 @@ from balancer.core.cors import Cors
 from balancer.core.engine_paths import methods_of
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.cross_origin import Application, CrossOrigin, Message, Receive, Send
-from balancer.dataplane.exchange import AsgiExchange
+from balancer.dataplane.exchange import AsgiExchange, Exchange
 from balancer.dataplane.plane import DataPlane
 
 
@@ -22,8 +22,20 @@ class Entry:
         self._routes = routes
         self._dataplane = dataplane
         self._answer: Application = self._dispatch
+        self._answers_directly = not cors.is_on
         if cors.is_on:
             self._answer = CrossOrigin(self._dispatch, cors, methods=_browsers_methods)
+
+    def proxies(self, path: str) -> bool:
+        """Tell whether a server may hand `path` to `handle`, past ASGI.
+
+        Not where browsers of other origins are told what they may do: that is done there.
+        """
+        return self._answers_directly and self._dataplane.proxies(path)
+
+    async def handle(self, exchange: Exchange) -> None:
+        """Answer an engines' path. Raises nothing but cancellation."""
+        await self._dataplane.handle(exchange)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one connection of the server's."""

@@ -14,7 +14,8 @@ import structlog
 import uvicorn
 
 from balancer.asgi import App
-from balancer.dataplane.server_protocols import MAX_MESSAGE_BYTES, ExactHttp, PatientWebSocket
+from balancer.dataplane.direct import direct_protocol
+from balancer.dataplane.server_protocols import MAX_MESSAGE_BYTES, PatientWebSocket
 
 BACKLOG = 4096
 CLIENT_KEEP_ALIVE_S = 75
@@ -85,7 +86,7 @@ async def serve_on(
         uvicorn.Config(
             app,
             loop="none",
-            http=ExactHttp,
+            http=direct_protocol(app.entry),
             ws=PatientWebSocket,
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,

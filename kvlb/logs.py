@@ -7,29 +7,38 @@ import msgspec
 import structlog
 
 
-def _to_json(event: object, **_options: object) -> str:
-    return msgspec.json.encode(event, enc_hook=repr).decode()
+def _to_json(event: object, **_options: object) -> bytes:
+    return msgspec.json.encode(event, enc_hook=repr)
 
 
 def configure_logs(level: int = logging.INFO) -> None:
     """Set up structlog for this process. Standard output stays for results."""
     watched = sys.stderr.isatty()
-    renderer: structlog.typing.Processor = (
-        # Plain tracebacks: pretty ones print local variables, and so prompts and keys.
-        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-        if watched
-        else structlog.processors.JSONRenderer(serializer=_to_json)
-    )
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.StackInfoRenderer(),
-            *(() if watched else (structlog.processors.format_exc_info,)),
-            renderer,
-        ],
+        processors=_for_people() if watched else _for_machines(),
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # Whole lines of bytes, in one call each: a third of what `print` takes.
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        if watched
+        else structlog.BytesLoggerFactory(sys.stderr.buffer),
         cache_logger_on_first_use=False,  # a module's logger has to follow a later configuration
     )
+
+
+def _for_people() -> list[structlog.typing.Processor]:
+    return [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        # Plain tracebacks: pretty ones print local variables, and so prompts and keys.
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+
+
+def _for_machines() -> list[structlog.typing.Processor]:
+    return [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(serializer=_to_json),
+    ]

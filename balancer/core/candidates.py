@@ -16,7 +16,9 @@ Cost: per rank one load and a binary search of predicted blocks.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from balancer.core.cost import LoadedCandidate, RequestShape
 from balancer.core.errors import NoInstanceError, OverloadedError
@@ -38,8 +40,7 @@ COMPLETIONS_MAX_TOKENS = 16
 """vLLM's default on /v1/completions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptMatches:
+class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is known of a request's prompts on every rank."""
 
     prompts: tuple[Prompt, ...] = ()
@@ -47,9 +48,9 @@ class PromptMatches:
     """One answer of the index per prompt; empty if it gave none."""
     block_sizes: Mapping[RankId, int]
     """Last block size seen in each rank's events."""
-    trusts: Mapping[RankId, Trust] = field(default_factory=dict)
+    trusts: Mapping[RankId, Trust] = msgspec.field(default_factory=dict)
     """Last known trust of each rank, for a lookup that got no answer."""
-    tier_weights: Mapping[Tier, float] = field(default_factory=dict)
+    tier_weights: Mapping[Tier, float] = msgspec.field(default_factory=dict)
     """What a held token is worth by its tier; 1 where nothing is said."""
 
     def block_size(self, rank: RankId) -> int:
@@ -119,10 +120,19 @@ class Pool:
     """Available, prefill."""
     prefill_expected: frozenset[str]
     """Connectors of the enabled prefill instances that may serve the model, available or not."""
+    has_decode: bool
+    """Some answering instance may want a prefill leg; else they do everything themselves."""
 
 
 def find_pool(fleet: Fleet, model: str) -> Pool:
     """Instances for `model`. Raises ModelNotFoundError or NoInstanceError."""
+    known: Pool | None = fleet.found.get(("pool", model))
+    if known is None:
+        known = fleet.found["pool", model] = _find_pool(fleet, model)
+    return known
+
+
+def _find_pool(fleet: Fleet, model: str) -> Pool:
     serving = fleet.serving(model)
     if not serving:
         raise unknown_model(fleet)
@@ -143,11 +153,11 @@ def find_pool(fleet: Fleet, model: str) -> Pool:
             and each.hold is None
             and (each.models is None or each.models.serves(model))
         ),
+        has_decode=any(each.role is Role.DECODE for each in answering),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateSource:
+class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Builds loaded candidates for one request."""
 
     matches: PromptMatches

@@ -19,7 +19,6 @@ The price of evicting others' blocks isn't here yet.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -48,8 +47,7 @@ TieBreak = Callable[[RankId], float]
 """A random draw per rank, the same one whenever asked within one decision."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestShape:
+class RequestShape(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What weighing candidates needs to know of a request."""
 
     prompt_tokens: int

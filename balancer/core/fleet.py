@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -98,6 +99,11 @@ class Fleet:
     def encoders(self) -> tuple[Instance, ...]:
         """Encode instances, available or not. Few fleets have any, and every chat asks."""
         return tuple(each for each in self.instances if each.role is Role.ENCODE)
+
+    @cached_property
+    def found(self) -> dict[tuple[str, str], Any]:
+        """What was worked out of this snapshot, by what it is and the model: it can't change."""
+        return {}
 
     def by_id(self, instance: InstanceId) -> Instance | None:
         return next((each for each in self.instances if each.id == instance), None)

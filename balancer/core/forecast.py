@@ -12,8 +12,9 @@ Cost: constant; the prompt's keys are there already.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from balancer.core.record import LegRecord
 from balancer.core.request import GenerateRequest, PromptView
@@ -25,8 +26,7 @@ UNKNOWN_BLOCK_TOKENS = 2048
 """A prompt of so many tokens has a whole block on any engine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of one leg on one rank, made when the index was asked."""
 
     rank: RankId
@@ -39,8 +39,7 @@ class Forecast:
     """Why nothing can be learned of the index from this leg."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a finished leg has shown."""
 
     outcome: str

@@ -4,7 +4,6 @@ Candidates and choices are msgspec structs: a decision makes hundreds, ten times
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -77,8 +76,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The way not taken, where both were open."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutePlan:
+class RoutePlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Which rank answers, which one (if any) prefills first, and why."""
 
     decode: Choice
@@ -88,5 +86,5 @@ class RoutePlan:
     considered: tuple[Choice, ...] = ()
     """Every decode candidate, cheapest first."""
     considered_prefill: tuple[Choice, ...] = ()
-    held_back: Mapping[str, str] = field(default_factory=dict)
+    held_back: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Aliases of instances that weren't considered since their breakers are open, and why."""

@@ -18,7 +18,9 @@ weighed, in the same run).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak, uncached_tokens
 from balancer.core.errors import FleetError, NoInstanceError, OverloadedError
@@ -101,7 +103,7 @@ class Planner:
         choices = self.policy.choose(prefill_shape(shape), fitting, draw)
         if paired:
             choices = same_rank_first(choices, plan.decode.candidate.rank.rank)
-        return replace(plan, prefill=choices[0], considered_prefill=tuple(choices))
+        return msgspec.structs.replace(plan, prefill=choices[0], considered_prefill=tuple(choices))
 
     def _sources(
         self,
@@ -176,7 +178,7 @@ def _nobody_prefills(facts: SplitFacts) -> FleetError:
 
 def prefill_shape(shape: RequestShape) -> RequestShape:
     """The request as a prefill leg: one token of output."""
-    return replace(shape, max_output_tokens=1)
+    return msgspec.structs.replace(shape, max_output_tokens=1)
 
 
 def same_rank_first(choices: Sequence[Choice], rank: int) -> list[Choice]:

@@ -79,8 +79,12 @@ def _ordered(
     keys = [key(each, choice) for each, choice in zip(candidates, choices, strict=True)]
     if len(set(keys)) < len(keys):
         keys = [
-            (*each, *turns.place(choice.candidate), draw(choice.candidate.rank))
+            (*each, *turns.place(choice.candidate))
             for each, choice in zip(keys, choices, strict=True)
+        ]
+    if len(set(keys)) < len(keys):
+        keys = [
+            (*each, draw(choice.candidate.rank)) for each, choice in zip(keys, choices, strict=True)
         ]
     return [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
 

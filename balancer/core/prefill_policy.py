@@ -20,7 +20,6 @@ Rules, the first that applies decides:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,8 +30,7 @@ from balancer.core.routing_settings import PdSettings
 from indexer.core.types import InstanceId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitFacts:
+class SplitFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the decision reads of a request and its fleet; equal for all decode candidates."""
 
     prompt_tokens: int
@@ -67,6 +65,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """False: a prefill leg is needed, its instances are down, and nobody may stand in."""
 
 
+_AGGREGATED = Verdict(reason=Reason.AGGREGATED)
+
+
 def decide(
     instance: Instance,
     uncached_tokens: int,
@@ -76,7 +77,7 @@ def decide(
 ) -> Verdict:
     """Judge one decode candidate that lacks `uncached_tokens` of the prompt."""
     if instance.role is not Role.DECODE:
-        return Verdict(reason=Reason.AGGREGATED)
+        return _AGGREGATED
     if instance.id in facts.bound:
         return _bound_verdict(instance, has_prefill, facts)
     if local := _local_reason(instance, facts, settings):

@@ -1,9 +1,14 @@
-"""One client request, understood: what routing, rewriting and accounting need of it."""
+"""One client request, understood: what routing, rewriting and accounting need of it.
+
+Both are msgspec structs, as everything that is made once per request: dataclasses take ten times as
+long to make.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from indexer.core.index import Prompt
 
@@ -15,8 +20,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A chat or completions request after parsing and model lookup, before tokens are known."""
 
     request_id: str
@@ -47,8 +51,7 @@ class GenerateRequest:
         return salt if isinstance(salt, str) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptView:
+class PromptView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the tokens stage found out. Cache knowledge is advice: it may be nothing at all."""
 
     prompts: tuple[Prompt, ...] = ()

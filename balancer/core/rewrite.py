@@ -21,7 +21,6 @@ of the body.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -38,8 +37,7 @@ _REPORT_MODE = "kv_cache_report_mode"
 _SPLICE = b'{"stream_options":{"include_usage":true},'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedBody:
+class DecodedBody(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A JSON object."""
 
     value: dict[str, Any]

@@ -11,7 +11,7 @@ Rules:
    connection, never in an end that looks like one.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 from balancer.core.dataplane_settings import DataPlaneSettings
@@ -109,9 +109,9 @@ class AnswerPasser:
             headers = drop_header(headers, b"content-length")
         await self._start(decoded.answer.status, headers)
         self._passes_events = True
-        kept = None if decoded.keep is None else _KeptAnswer(decoded, decoded.keep)
+        passage = _Passage(decoded, reader, self._exchange.push, self._clock)
         try:
-            await self._pass_until_done(decoded, reader, (kept or decoded.answer).next_chunk)
+            await self._pass_until_done(decoded, passage)
         except EngineError as error:
             ending = b"\n\n" if reader.is_inside_event else b""
             await self._exchange.write(ending + render_error_event(error))
@@ -119,32 +119,20 @@ class AnswerPasser:
             raise
         finally:
             _note_usage(decoded, reader.usage)
-        if kept is not None and not reader.has_error:
-            kept.finish()
         if reader.has_error:
             decoded.leg.error = "engine_error_event"
             self._record.error = decoded.leg.error
+        else:
+            passage.keep()
         await self._finish()
 
-    async def _pass_until_done(
-        self,
-        decoded: DecodeAnswer,
-        reader: SseReader,
-        next_chunk: Callable[[], Awaitable[bytes]],
-    ) -> None:
-        write = self._exchange.write
-        is_computed = False
-        chunk = decoded.first
+    async def _pass_until_done(self, decoded: DecodeAnswer, passage: "_Passage") -> None:
+        exchange, reader, take = self._exchange, passage.reader, passage.take
         try:
-            while chunk:
-                passed = reader.feed(chunk)
-                if not is_computed and reader.has_data:
-                    is_computed = True
-                    decoded.leg.first_token_s = self._clock()
-                    decoded.guard.first_token()
-                if passed:
-                    await write(passed)
-                chunk = await next_chunk()
+            if not take(decoded.first):
+                await exchange.drain()
+            while not await decoded.answer.hand_to(take):
+                await exchange.drain()
         except EngineError:
             if not reader.is_done:
                 raise
@@ -152,7 +140,7 @@ class AnswerPasser:
         if not reader.is_done and not reader.has_error:
             raise StreamCutError("the engine's stream ended before it was done")
         if rest:
-            await write(rest)
+            await exchange.write(rest)
 
     async def _pass_whole(self, decoded: DecodeAnswer, headers: Headers) -> None:
         answer = decoded.answer
@@ -180,15 +168,15 @@ class AnswerPasser:
         watch: Callable[[bytes], None] | None = None,
     ) -> None:
         """Pass `first` and what follows; a cut one breaks the client's connection, too."""
-        chunk = first
+        push = self._exchange.push if watch is None else _tapped(self._exchange.push, watch)
+        exchange = self._exchange
         try:
-            while chunk:
-                if watch is not None:
-                    watch(chunk)
-                await self._exchange.write(chunk)
-                chunk = await answer.next_chunk()
+            if first and not push(first):
+                await exchange.drain()
+            while not await answer.hand_to(push):
+                await exchange.drain()
         except EngineError:
-            await self._exchange.abort()
+            await exchange.abort()
             raise
         if watch is not None:
             watch(b"")
@@ -229,24 +217,49 @@ class AnswerPasser:
         return ((b"x-request-id", self._record.request_id.encode()),)
 
 
-class _KeptAnswer:
-    """A stream that is read twice: by its client now, and as a whole by `keep` at its end."""
+class _Passage:
+    """One event stream on its way, taken piece by piece as the engine's connection reads it."""
 
-    def __init__(self, decoded: DecodeAnswer, keep: Callable[[bytes], None]) -> None:
-        self._answer = decoded.answer
-        self._keep = keep
-        self._raw = bytearray(decoded.first)
+    __slots__ = ("_clock", "_decoded", "_is_computed", "_push", "_raw", "reader")
 
-    async def next_chunk(self) -> bytes:
-        chunk = await self._answer.next_chunk()
-        if len(self._raw) < _MAX_HELD_BYTES:
+    def __init__(
+        self,
+        decoded: DecodeAnswer,
+        reader: SseReader,
+        push: Callable[[bytes], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self.reader = reader
+        self._decoded = decoded
+        self._push = push
+        self._clock = clock
+        self._is_computed = False
+        self._raw = None if decoded.keep is None else bytearray()
+
+    def take(self, chunk: bytes) -> bool:
+        """Pass a piece on; False if the client is slow."""
+        reader = self.reader
+        passed = reader.feed(chunk)
+        if not self._is_computed and reader.has_data:
+            self._is_computed = True
+            self._decoded.leg.first_token_s = self._clock()
+            self._decoded.guard.first_token()
+        if self._raw is not None and len(self._raw) < _MAX_HELD_BYTES:
             self._raw += chunk
-        return chunk
+        return self._push(passed) if passed else True
 
-    def finish(self) -> None:
+    def keep(self) -> None:
         """It is complete; what was too large to be kept isn't told."""
-        if len(self._raw) < _MAX_HELD_BYTES:
-            self._keep(bytes(self._raw))
+        if self._decoded.keep and self._raw is not None and len(self._raw) < _MAX_HELD_BYTES:
+            self._decoded.keep(bytes(self._raw))
+
+
+def _tapped(push: Callable[[bytes], bool], watch: Callable[[bytes], None]) -> Callable[[bytes], bool]:
+    def push_watched(chunk: bytes) -> bool:
+        watch(chunk)
+        return push(chunk)
+
+    return push_watched
 
 
 def plan_headers(plan: RoutePlan) -> Headers:

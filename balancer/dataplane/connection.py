@@ -49,6 +49,9 @@ class UpstreamAnswer:
         self._buffered_bytes = 0
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
+        self._is_held = False
+        self._bug: Exception | None = None
         self._idle_timeout_s = idle_timeout_s
         self._limit_s = first_byte_timeout_s
         self.has_body = False
@@ -71,6 +74,29 @@ class UpstreamAnswer:
                 return b""
             await self._wait()
         return self._take()
+
+    async def hand_to(self, sink: Callable[[bytes], bool]) -> bool:
+        """Give `sink` every piece of the body at once as it arrives, in the connection's callback.
+
+        True: the answer is complete. False: `sink` returned False for a piece, and gets no more
+        until it is handed in again. What it raises is raised here.
+        """
+        if self._chunks and not sink(self._take()):
+            return False
+        if self._error is None and not self.is_complete:
+            self._sink = sink
+            try:
+                await self._wait()
+            finally:
+                self._sink = None
+        if self._bug is not None:
+            raise self._bug
+        if self._is_held:
+            self._is_held = False
+            return False
+        if self._error is not None:
+            raise self._error
+        return self.is_complete
 
     async def read(self, limit_bytes: int) -> bytes:
         """Return the (rest of the) body. Raises EngineProtocolError if it is over the limit."""
@@ -97,9 +123,12 @@ class UpstreamAnswer:
 
     def on_body(self, chunk: bytes) -> bool:
         """Take a piece of the body; False if the engine should be held back."""
+        self._arrived_s = self._loop.time()
+        if self._sink is not None:
+            self._pass(self._sink, chunk)
+            return True
         self._chunks.append(chunk)
         self._buffered_bytes += len(chunk)
-        self._arrived_s = self._loop.time()
         if not self.has_body:
             self.has_body = True
             self._limit_s = self._idle_timeout_s
@@ -119,6 +148,16 @@ class UpstreamAnswer:
             return
         self._error = error
         self._timer.cancel()
+        self._wake()
+
+    def _pass(self, sink: Callable[[bytes], bool], chunk: bytes) -> None:
+        try:
+            if sink(chunk):
+                return
+            self._is_held = True
+        except Exception as error:  # noqa: BLE001 - the parser above would take it for its own
+            self._bug = error
+        self._sink = None
         self._wake()
 
     def _take(self) -> bytes:

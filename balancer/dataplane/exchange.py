@@ -1,14 +1,20 @@
-"""`Exchange`: what the data plane needs of one client connection. ASGI is one adapter.
+"""`Exchange`: what the data plane needs of one client connection.
 
-The data plane never sees a web framework, so a server protocol of our own can take ASGI's
-place where the figures ask for it.
+The data plane never sees a web framework. `balancer.dataplane.direct` writes to the connection
+itself, which is what kvlb serves with; `AsgiExchange` is the adapter for any ASGI server.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 from balancer.core.body import PiecedBody
-from balancer.core.errors import BadRequestError, BodyTooLargeError, ClientGoneError
+from balancer.core.errors import (
+    BadRequestError,
+    BalancerError,
+    BodyTooLargeError,
+    ClientGoneError,
+)
 from balancer.core.http_headers import find_header
 
 Message = MutableMapping[str, Any]
@@ -39,6 +45,17 @@ class Exchange(Protocol):
         """Send a piece of the body; waits while the client is slow. Raises ClientGoneError."""
         ...
 
+    def push(self, chunk: bytes) -> bool:
+        """Send a piece of the body without waiting. False: `drain` before the next one.
+
+        Never raises: of a client that has left, `drain` and `while_present` tell.
+        """
+        ...
+
+    async def drain(self) -> None:
+        """Wait until the client has taken enough of what was pushed. Raises ClientGoneError."""
+        ...
+
     async def finish(self) -> None:
         """The body is complete."""
         ...
@@ -47,8 +64,11 @@ class Exchange(Protocol):
         """Break the connection so that the client can't take the answer for complete."""
         ...
 
-    async def gone(self) -> None:
-        """Return when the client has disconnected (call after `read_body`)."""
+    async def while_present(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` (after `read_body`), and cancel it as soon as the client leaves.
+
+        Raises ClientGoneError then, unless the answer was already finished.
+        """
         ...
 
 
@@ -67,9 +87,11 @@ class AsgiExchange:
         self.headers: tuple[tuple[bytes, bytes], ...] = tuple(scope["headers"])
         self._receive = receive
         self._send = send
+        self._pushed: list[bytes] = []
+        self._is_finished = False
 
     async def read_body(self, limit_bytes: int) -> PiecedBody:
-        self._refuse_large(limit_bytes)
+        refuse_large(self.headers, limit_bytes)
         pieces: list[bytes] = []
         size_bytes = 0
         while True:
@@ -93,7 +115,18 @@ class AsgiExchange:
     async def write(self, chunk: bytes) -> None:
         await self._pass({"type": "http.response.body", "body": chunk, "more_body": True})
 
+    def push(self, chunk: bytes) -> bool:
+        """ASGI can't send without waiting: it is sent by `drain`."""
+        self._pushed.append(chunk)
+        return False
+
+    async def drain(self) -> None:
+        pushed, self._pushed = self._pushed, []
+        for chunk in pushed:
+            await self.write(chunk)
+
     async def finish(self) -> None:
+        self._is_finished = True
         await self._pass({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def abort(self) -> None:
@@ -103,17 +136,40 @@ class AsgiExchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    def _refuse_large(self, limit_bytes: int) -> None:
-        length = find_header(self.headers, b"content-length")
-        if length is None:
-            return
-        if not length.isdigit():
-            raise BadRequestError("`content-length` is not a number")
-        if int(length) > limit_bytes:
-            raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
+    async def while_present(self, work: Coroutine[Any, Any, None]) -> None:
+        async def watch() -> None:
+            await self.gone()
+            if not self._is_finished:
+                raise ClientGoneError("the client went away")
+
+        failed: BalancerError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(watch())
+                try:
+                    await work
+                except BalancerError as error:
+                    failed = error
+                watching.cancel()
+        except BaseExceptionGroup as errors:
+            gone = errors.subgroup(ClientGoneError)
+            raise (gone or errors).exceptions[0] from None
+        if failed is not None:
+            raise failed
 
     async def _pass(self, message: Message) -> None:
         try:
             await self._send(message)
         except OSError as error:
             raise ClientGoneError("the client went away") from error
+
+
+def refuse_large(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) -> None:
+    """Refuse a body that says that it is too large, before it comes."""
+    length = find_header(headers, b"content-length")
+    if length is None:
+        return
+    if not length.isdigit():
+        raise BadRequestError("`content-length` is not a number")
+    if int(length) > limit_bytes:
+        raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")

@@ -3,9 +3,9 @@
 import asyncio
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Self, assert_never
 
+import msgspec
 import structlog
 
 from balancer.core.errors import BalancerError
@@ -92,7 +92,7 @@ def _outcome(verdict: Verdict, request: GenerateRequest, fleet: Fleet) -> Genera
 def _amended(request: GenerateRequest, verdict: Amend, fleet: Fleet) -> GenerateRequest:
     headers = amended_headers(request.headers, verdict.headers)
     if verdict.body is None:
-        return replace(request, headers=headers)
+        return msgspec.structs.replace(request, headers=headers)
     return read_generate(
         request.endpoint,
         encode_body(verdict.body),

@@ -7,7 +7,7 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -40,8 +40,7 @@ from balancer.core.usage_splice import render_details
 from indexer.core.types import Trust
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request ready to be carried out."""
 
     fleet: Fleet

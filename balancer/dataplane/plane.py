@@ -10,11 +10,11 @@ Rules:
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final, Protocol
 
+import msgspec
 import structlog
 
 from balancer.connectors.contract import Connector
@@ -225,7 +225,7 @@ class DataPlane:
         else:
             request = self._read(exchange, headers, whole(body), record)
             work = self._generate(request, query, record, passer)
-        await _while_client_stays(exchange, record, work)
+        await exchange.while_present(work)
 
     def _read(
         self, exchange: Exchange, headers: Headers, raw: bytes, record: RequestRecord
@@ -242,7 +242,7 @@ class DataPlane:
         if find_header(exchange.headers, b"x-request-id") is None:
             named = clean_request_id(request.body.get("request_id"))
             if named is not None:
-                request = replace(request, request_id=named)
+                request = msgspec.structs.replace(request, request_id=named)
                 record.request_id = named
         record.model, record.base_model = request.model, request.base_model
         record.stream = request.stream
@@ -323,32 +323,6 @@ async def _end_session(error: BalancerError, record: RequestRecord, socket: Clie
         elif not isinstance(error, ClientGoneError):
             told = render_error(error, path=record.path)
             await socket.refuse(told.status, told.headers, told.body)
-
-
-async def _while_client_stays(
-    exchange: Exchange, record: RequestRecord, work: Coroutine[Any, Any, None]
-) -> None:
-    """Run `work`; cancel it as soon as the client leaves. Raises ClientGoneError then."""
-
-    async def watch() -> None:
-        await exchange.gone()
-        if record.ended_s is None:
-            raise ClientGoneError("the client went away")
-
-    failed: BalancerError | None = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch())
-            try:
-                await work
-            except BalancerError as error:
-                failed = error
-            watching.cancel()
-    except BaseExceptionGroup as errors:
-        gone = errors.subgroup(ClientGoneError)
-        raise (gone or errors).exceptions[0] from None
-    if failed is not None:
-        raise failed
 
 
 def _reply_headers(reply: Reply) -> Headers:

@@ -1,7 +1,8 @@
 """A request with everything its decision reads: asked once, kept for a second prefill leg."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from balancer.connectors.contract import Connector, HandOver
 from balancer.core.candidates import (
@@ -21,8 +22,7 @@ from indexer.core.types import InstanceId, RankId, Trust
 EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request with everything its decision reads, kept for a second prefill leg."""
 
     request: GenerateRequest
@@ -34,7 +34,13 @@ class Question:
     matched_s: float
     """When the index was asked."""
 
-    def facts(self, pool: Pool, *, prefill_failed: bool, prefill_full: bool) -> SplitFacts:
+    def facts(
+        self, pool: Pool, *, prefill_failed: bool, prefill_full: bool, rates_known: bool
+    ) -> SplitFacts:
+        scored = bool(self.prompt.prompts)
+        if not pool.has_decode:
+            # Nobody asks for more: a mixed instance does everything itself.
+            return SplitFacts(prompt_tokens=self.shape.prompt_tokens, scored=scored)
         block_sizes = [
             self.matches.block_size(rank)
             for instance in (*pool.prefill, *pool.answering)
@@ -42,7 +48,7 @@ class Question:
         ]
         return SplitFacts(
             prompt_tokens=self.shape.prompt_tokens,
-            scored=bool(self.prompt.prompts),
+            scored=scored,
             splittable=is_splittable(self.request.body, len(self.prompt.prompts)),
             block_size=max(block_sizes),
             prefill_failed=prefill_failed,
@@ -56,6 +62,7 @@ class Question:
                 and self.connectors[each.connector].needs_prefill(each)
             ),
             paired=frozenset(name for name in pool.prefill_expected if self.pairs_ranks(name)),
+            rates_known=rates_known,
         )
 
     def pairs_ranks(self, connector: str) -> bool:

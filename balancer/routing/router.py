@@ -14,10 +14,10 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import structlog
 
 from balancer.connectors.contract import Connector
@@ -278,9 +278,11 @@ class Router:
         decode = source.load_answering(answering, exclude)
         prefill, some_full = source.load(prefilling, exclude)
         facts = question.facts(
-            pool, prefill_failed=prefill_failed, prefill_full=some_full and not prefill
+            pool,
+            prefill_failed=prefill_failed,
+            prefill_full=some_full and not prefill,
+            rates_known=self._ledger.knows_rates,
         )
-        facts = replace(facts, rates_known=self._ledger.knows_rates)
         plan = self._planner.plan(question.shape, facts, decode, prefill, self._draw(question))
         if len(answering) + len(prefilling) == len(pool.answering) + len(pool.prefill):
             return plan
@@ -289,7 +291,7 @@ class Router:
         }
         for each in (*answering, *prefilling):
             del reasons[each.alias]
-        return replace(plan, held_back={name: why or "" for name, why in reasons.items()})
+        return msgspec.structs.replace(plan, held_back={name: why or "" for name, why in reasons.items()})
 
     def _source(self, question: Question) -> CandidateSource:
         return CandidateSource(

@@ -7,6 +7,7 @@ from random import Random
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -552,7 +553,7 @@ async def test_adapters_and_salts_reach_the_connector(bench: Bench) -> None:
     """Shared storage would mix tenants up; NIXL hands over anything."""
     router = bench.build(known=connectors())
     fleet = Fleet(instances=tuple(replace(each, connector="example") for each in PD.instances))
-    adapted = replace(request(), lora="a")
+    adapted = msgspec.structs.replace(request(), lora="a")
 
     salted = await router.route(fleet, request(body={"cache_salt": "s"}), view())
     with_adapter = await router.route(fleet, adapted, view(first=10_000))

@@ -26,6 +26,7 @@ from balancer.core.reliability_settings import ReliabilitySettings
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing_settings import PdSettings, RoutingSettings
 from balancer.dataplane.client_socket import ClientSocket
+from balancer.dataplane.direct import direct_protocol
 from balancer.dataplane.exchange import AsgiExchange
 from balancer.dataplane.plane import DataPlane
 from balancer.dataplane.reliability import Reliability
@@ -242,6 +243,8 @@ class Balancer:
         self.url = ""
         self.port = 0
         settings: DataPlaneSettings = options.pop("settings", DataPlaneSettings())
+        self.is_direct: bool = options.pop("is_direct", True)
+        """Served by our own protocol, as kvlb does it, or over ASGI."""
         self.ledger = LocalLedger(clock=time.monotonic)
         self.upstream = Upstream(
             connect_timeout_s=settings.connect_timeout_s,
@@ -316,7 +319,7 @@ class Balancer:
             uvicorn.Config(
                 self,
                 loop="none",
-                http=ExactHttp,
+                http=direct_protocol(self.dataplane) if self.is_direct else ExactHttp,
                 ws=PatientWebSocket,
                 ws_max_size=MAX_MESSAGE_BYTES,
                 lifespan="off",
