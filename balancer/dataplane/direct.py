@@ -18,6 +18,8 @@ Measured: docs/decisions/0009-server-protocol.md.
 
 import asyncio
 import http
+import socket
+import struct
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, Final, Protocol, cast
@@ -39,6 +41,7 @@ _STATUS_LINES: Final = {
     status: f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n".encode()
     for status in range(100, 600)
 }
+_NO_LINGERING: Final = struct.pack("ii", 1, 0)
 _BODILESS: Final = frozenset({204, 304})
 
 
@@ -197,6 +200,8 @@ class DirectExchange:
             work.close()
             raise ClientGoneError("the client went away")
         self._worker = asyncio.current_task()
+        # It may be paused for a request that came before its turn: nobody would see the end.
+        self._owner.flow.resume_reading()
         try:
             await work
         except asyncio.CancelledError:
@@ -243,7 +248,7 @@ class DirectExchange:
         if self._head is not None and not self.disconnected:
             transport.write(self._head)
         if self._ends_with_connection:
-            transport.abort()  # its orderly end would be the answer's
+            _reset(transport)  # its orderly end would be the answer's
         else:
             transport.close()
 
@@ -331,6 +336,13 @@ class DirectProtocol(ExactHttp):
         self.url, self.headers, self.expect_100_continue = url, headers, expects
         self.scope["headers"] = headers
         super().on_headers_complete()
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    raw = transport.get_extra_info("socket")
+    if raw is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+    transport.abort()
 
 
 def direct_protocol(plane: Plane) -> type[asyncio.Protocol]:

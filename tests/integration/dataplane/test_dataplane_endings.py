@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import pytest
@@ -337,8 +337,14 @@ class DeafExchange:
     async def abort(self) -> None:
         """There is nothing to break."""
 
-    async def gone(self) -> None:
-        await asyncio.Event().wait()
+    def push(self, chunk: bytes) -> bool:  # noqa: ARG002
+        return False
+
+    async def drain(self) -> None:
+        raise ClientGoneError("gone")
+
+    async def while_present(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
 
 
 async def test_error_that_nobody_reads_is_recorded_as_itself(balancer: Any) -> None:
