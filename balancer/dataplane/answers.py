@@ -254,7 +254,9 @@ class _Passage:
             self._decoded.keep(bytes(self._raw))
 
 
-def _tapped(push: Callable[[bytes], bool], watch: Callable[[bytes], None]) -> Callable[[bytes], bool]:
+def _tapped(
+    push: Callable[[bytes], bool], watch: Callable[[bytes], None]
+) -> Callable[[bytes], bool]:
     def push_watched(chunk: bytes) -> bool:
         watch(chunk)
         return push(chunk)

@@ -13,7 +13,7 @@ Rules:
 4. A client that leaves cancels the task that answers it, at once.
 5. Of a body nobody reads yet no more than uvicorn's own limit waits here.
 
-Measured: docs/decisions/0009-server-protocol.md.
+Measured: docs/decisions/0010-server-protocol.md.
 """
 
 import asyncio

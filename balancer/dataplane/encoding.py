@@ -15,7 +15,7 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -277,7 +277,8 @@ class RequestMedia:
         raw = splice_field(job.body, PARAMS, params)
         if raw is None:
             raw = encode_body(with_usage(body) if job.asks_usage else body)
-        return replace(job, request=replace(job.request, body=body), body=raw)
+        request = msgspec.structs.replace(job.request, body=body)
+        return msgspec.structs.replace(job, request=request, body=raw)
 
 
 def _work(rank: RankId) -> LegWork:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from balancer.core.conversations import Answered, Conversations, LastTurn, remember
@@ -120,7 +121,7 @@ def test_a_turn_is_taken_only_by_who_can_use_it() -> None:
     assert take_turn(job(conversation=None), pair, turns, 0) is None
     assert take_turn(job(), plan(choice("d", Role.DECODE), prefill=False), turns, 0) is None
     assert take_turn(job(prompts=2), pair, turns, 0) is None
-    one_way = replace(pair, decode=plain_decode())
+    one_way = msgspec.structs.replace(pair, decode=plain_decode())
     assert take_turn(job(), one_way, turns, 0) is None
     assert take_turn(job(), pair, turns, 0) is not None
 
