@@ -137,6 +137,9 @@ class DirectExchange:
         for name, value in headers:
             if name == b"content-length":
                 length = value
+            elif name == b"connection":
+                self.keep_alive = False  # engines' are dropped before: this is ours, and says close
+                continue
             lines.append(b"%b: %b\r\n" % (name, value))
         self._has_body = self.method != "HEAD" and status >= 200 and status not in _BODILESS
         self._left_bytes = int(length) if length is not None and self._has_body else 0

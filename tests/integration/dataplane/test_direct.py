@@ -218,6 +218,22 @@ async def test_client_that_asks_for_it_is_closed(connected: Connect) -> None:
         )
 
 
+async def test_answer_that_says_so_closes_the_connection(connected: Connect) -> None:
+    """What a refused body still sends is nobody's."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.start(413, ((b"connection", b"close"), (b"content-length", b"2")))
+        await exchange.write(b"no")
+        await exchange.finish()
+
+    async with connected(answer) as (client, _):
+        client.send(post(b"abc", b"expect: 100-continue")[:-3])
+
+        assert (await client.read_rest()).endswith(
+            b"\r\ncontent-length: 2\r\nconnection: close\r\n\r\nno"
+        )
+
+
 @pytest.mark.parametrize("status", [204, 304])
 async def test_bodiless_answer_has_no_framing(connected: Connect, status: int) -> None:
     """The next answer follows at once."""
