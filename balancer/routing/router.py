@@ -291,7 +291,9 @@ class Router:
         }
         for each in (*answering, *prefilling):
             del reasons[each.alias]
-        return msgspec.structs.replace(plan, held_back={name: why or "" for name, why in reasons.items()})
+        return msgspec.structs.replace(
+            plan, held_back={name: why or "" for name, why in reasons.items()}
+        )
 
     def _source(self, question: Question) -> CandidateSource:
         return CandidateSource(
