@@ -73,6 +73,9 @@ docs: $(READY) ## Write docs/configuration.md from the settings' docstrings, doc
 bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RESULTS.md.
 	$(BIN)/python -m benchmarks
 
+bench-overhead: $(READY) ## CPU, latency and memory of proxying, beside nginx, haproxy and two Rust routers. Six minutes.
+	$(BIN)/python -m benchmarks overhead
+
 chaos: $(READY) ## A simulated fleet whose engines die, hang and lose the network: 10 x 2,000 requests. By hand: 20 minutes.
 	$(BIN)/python -m benchmarks.chaos
 
