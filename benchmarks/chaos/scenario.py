@@ -24,6 +24,8 @@ _LIMITS = {
     "idle_timeout_s": 5.0,
     "retries": 3,
 }
+_RELIABILITY = {"retry_share": 1.0, "least_retries": 1000}
+"""Something befalls an engine every 0.7 s: the usual budget of retries is for calmer times."""
 _PROBES = {"interval_s": 0.5, "timeout_s": 2.0, "unhealthy_after": 2}
 
 
@@ -76,6 +78,7 @@ class Scenario:
             "instances": [self._entry(each) for each in engines],
             "dataplane": _LIMITS,
             "probes": _PROBES,
+            "reliability": _RELIABILITY,
             "tokens": {"deadline_s": 0.3},
             "pd": {
                 "force": "remote" if self.always_remote else "auto",
