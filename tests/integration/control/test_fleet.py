@@ -183,6 +183,18 @@ async def test_engine_that_cannot_sleep_is_asked_once(engine: Any, answer: Any) 
     assert engine.calls("/is_sleeping") == 1
 
 
+async def test_source_of_a_hand_over_that_failed_is_looked_at_at_once(engine: Any) -> None:
+    """It may be another process; its health is not doubted."""
+    seldom = ProbeSettings(interval_s=60.0)
+    async with keeping(engine.settings(), settings=seldom) as keeper:
+        await wait(keeper, is_available)
+        before = engine.calls("/health")
+        keeper.report(engine.id, False, "hand_over_failed")
+        await engine.wait_for_calls("/health", before + 1)
+
+        assert keeper.snapshot().instances[0].is_available
+
+
 async def test_engine_with_a_key_gets_it(engine_factory: Any) -> None:
     """Each instance its own; a wrong one is shown, others work."""
     async with engine_factory(api_key="k1") as right, engine_factory(api_key="k2") as wrong:
