@@ -28,6 +28,9 @@ def up(
     policy: PolicyOption = None,
     host: HostOption = None,
     port: PortOption = None,
+    workers: Annotated[
+        int | None, typer.Option(hidden=True, help="Of `kvlb balancer`; here it says why not.")
+    ] = None,
 ) -> None:
     """Follow the engines' KV events and balance OpenAI requests over them, in one process.
 
@@ -41,7 +44,9 @@ def up(
     from kvlb.up import up as run
 
     run(
-        Overrides(instances=tuple(instance or ()), policy=policy, host=host, port=port),
+        Overrides(
+            instances=tuple(instance or ()), policy=policy, host=host, port=port, workers=workers
+        ),
         config=config,
         simulate=simulate,
     )

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 ENGINE_PORTS = 12
 ENGINES = 4
 WORKERS = 2
+ADMIN_KEY = "of-the-test"
 
 StartCommand = Callable[..., AbstractAsyncContextManager[Any]]
 Figures = Mapping[str, float]
@@ -111,7 +112,11 @@ class Around:
     async def balancer(self, *options: str) -> Balancer:
         port = self.ports.pop()
         command = await self.exits.enter_async_context(
-            self.start("balancer", "--config", str(self.config), "--port", str(port), *options)
+            self.start(
+                "balancer",
+                *("--config", str(self.config), "--port", str(port), *options),
+                env={"KVLB_ADMIN_API_KEY": ADMIN_KEY},
+            )
         )
         await command.printed("listens on")
         made = Balancer(f"http://127.0.0.1:{port}", command)
@@ -252,6 +257,16 @@ async def test_workers_are_one_balancer(around: Around) -> None:
     for number in range(8):
         answer = await balancer.complete(prompt_of(number, 40))
         assert answer.status_code == 200
+    async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": ADMIN_KEY}) as http:
+        drained = await http.post(
+            f"{balancer.url}/instances/drain", json={"url": around.engines[0]}
+        )
+
+    async def all_drain_it() -> bool:
+        seen = [(await balancer.get("/status")).json()["instances"][0]["reason"] for _ in range(6)]
+        return set(seen) == {"drained"}
+
+    await until(all_drain_it)
     recent = [len((await balancer.get("/explain/recent")).json()["decisions"]) for _ in range(6)]
     settings = yaml.safe_load(around.config.read_text())
     settings["instances"] = settings["instances"][:3]
@@ -269,6 +284,7 @@ async def test_workers_are_one_balancer(around: Around) -> None:
         await balancer.command.printed("draining_started")
         received = await stream.aread()
 
+    assert drained.status_code == 200
     assert set(recent) == {8}
     assert received.rstrip().endswith(b"data: [DONE]")
     async with asyncio.timeout(20):
