@@ -313,3 +313,33 @@ async def test_siblings_agree_while_redis_is_gone(around: Around) -> None:
             await streams.enter_async_context(balancer.streaming(prompt_of(number, 40)))
 
         await until(lambda: agree([balancer], around.engines, at_least=6))
+
+
+async def test_what_one_worker_finds_of_an_engine_all_know(
+    around: Around, start_command: StartCommand, free_range: Callable[[int], int]
+) -> None:
+    """Probes are far apart here: only a leg can tell, and only its own worker sees it."""
+    base = free_range(3)
+    async with start_command("simulate", "1", "--base-port", str(base)) as lone:
+        await lone.printed("Balance over them")
+        settings = yaml.safe_load(around.config.read_text())
+        settings["instances"].append({"url": f"http://127.0.0.1:{base}"})
+        settings["probes"] = {"interval_s": 300}
+        around.config.write_text(yaml.safe_dump(settings))
+        balancer = await around.balancer("--workers", str(WORKERS))
+        await lone.stop(signal.SIGKILL)
+
+    async def reasons() -> set[str | None]:
+        """As eight looks, each at whichever worker it is, have it."""
+        seen = [(await balancer.get("/status")).json()["instances"][-1] for _ in range(8)]
+        return {each["reason"] for each in seen}
+
+    async def all_know() -> bool:
+        return await reasons() == {"engine_unreachable"}
+
+    statuses = []
+    while await reasons() == {None}:  # no more legs than it takes one worker to find out
+        statuses.append((await balancer.complete(prompt_of(len(statuses), 40))).status_code)
+    await until(all_know)
+
+    assert set(statuses) == {200}
