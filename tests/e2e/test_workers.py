@@ -337,7 +337,7 @@ async def test_what_one_worker_finds_of_an_engine_all_know(
     async def all_know() -> bool:
         return await reasons() == {"engine_unreachable"}
 
-    statuses = []
+    statuses: list[int] = []
     while await reasons() == {None}:  # no more legs than it takes one worker to find out
         statuses.append((await balancer.complete(prompt_of(len(statuses), 40))).status_code)
     await until(all_know)
