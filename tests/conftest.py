@@ -1,15 +1,19 @@
 """Hypothesis profiles of the whole suite, and a real Redis for whoever asks for one."""
 
+import importlib.util
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -119,3 +123,30 @@ def own_redis() -> Iterator[Callable[..., RedisServer]]:
     for server in servers:
         server.stop()
         shutil.rmtree(server.folder)
+
+
+@cache
+def load_client_calls() -> ModuleType:
+    """tests/client_calls.py, which several tiers share and nobody can import by a name."""
+    path = Path(__file__).with_name("client_calls.py")
+    spec = importlib.util.spec_from_file_location("client_calls", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["client_calls"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def client_calls() -> ModuleType:
+    """Calls of client packages, by group and name."""
+    return load_client_calls()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`client_call` is each call of the groups that the module names in `CLIENT_GROUPS`."""
+    if "client_call" in metafunc.fixturenames:
+        calls = load_client_calls().CALLS
+        named = [(group, name) for group in metafunc.module.CLIENT_GROUPS for name in calls[group]]
+        metafunc.parametrize("client_call", named, ids=["-".join(each) for each in named])

@@ -135,7 +135,7 @@ def find_pool(fleet: Fleet, model: str) -> Pool:
 def _find_pool(fleet: Fleet, model: str) -> Pool:
     serving = fleet.serving(model)
     if not serving:
-        raise unknown_model(fleet)
+        raise unknown_model(fleet, model)
     available = [instance for instance in serving if instance.is_available]
     answering = tuple(each for each in available if each.role.answers_clients)
     if not answering:

@@ -43,7 +43,7 @@ def find_model(fleet: Fleet, name: Any) -> MeantModel:
     serving = fleet.serving(name)
     served = next((each.models for each in sorted(serving, key=_is_down) if each.models), None)
     if served is None:
-        raise unknown_model(fleet)
+        raise unknown_model(fleet, name)
     lora = None if name in served.aliases else name
     # By the name found: only names of the fleet are kept.
     meant = MeantModel(model=name, base_model=served.base, lora=lora)
@@ -51,11 +51,11 @@ def find_model(fleet: Fleet, name: Any) -> MeantModel:
     return meant
 
 
-def unknown_model(fleet: Fleet) -> BalancerError:
-    """The error for a model that no instance lists."""
+def unknown_model(fleet: Fleet, name: str) -> BalancerError:
+    """The error for a model that no instance lists, in the words of engines."""
     if not any(each.models for each in fleet.instances):
         return NoInstanceError("no instance has told its models yet")
-    return ModelNotFoundError("the model does not exist in this fleet", param="model")
+    return ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
 
 
 def _is_down(instance: Instance) -> bool:
