@@ -4,6 +4,7 @@ Unknown fields are accepted. What pydantic refuses on its own (types, required f
 "Bad Request"; what the engine refuses after reading the body is a "BadRequestError".
 """
 
+import json
 from typing import Any, TypeVar
 
 import msgspec
@@ -129,7 +130,17 @@ def decode_body(raw: bytes, content_type: str, kind: type[Body]) -> Body:
         return msgspec.json.decode(raw, type=kind, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidBodyError(str(error), param=_field_of(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _decode_leniently(raw, kind)
+
+
+def _decode_leniently(raw: bytes, kind: type[Body]) -> Body:
+    """Read what Python's own parser takes beside: byte order marks, lone surrogates, NaN."""
+    try:
+        return msgspec.convert(json.loads(raw), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidBodyError(str(error), param=_field_of(str(error))) from error
+    except (ValueError, RecursionError) as error:
         raise InvalidBodyError(f"JSON decode error: {error}") from error
 
 

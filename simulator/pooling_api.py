@@ -17,7 +17,8 @@ from simulator.exchange import Exchange
 
 DIMENSIONS = 8
 
-Input = str | list[str] | list[int] | list[list[int]]
+Input = str | list[Any]
+"""A text, token ids, or a list of either."""
 Texts = str | list[str]
 
 

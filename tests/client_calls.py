@@ -237,6 +237,34 @@ def _realtime(clients: Clients) -> Any:
     return events
 
 
+REFUSED = frozenset(
+    {
+        "chat-stream-options-alone",
+        "chat-bad-temperature",
+        "chat-no-tokens",
+        "chat-too-long",
+        "chat-stream-too-long",
+        "completion-bad-ids",
+        "completion-too-long",
+        "completion-no-answers",
+        "background",
+        "too-long",
+        "message-too-long",
+        "message-no-tokens",
+        "tokenize-nothing",
+        "messages-no-model",
+        "responses-bad-json",
+        "responses-not-json",
+        "wrong-type",
+        "embedding-dimensions",
+        "embedding-too-long",
+        "score-uneven",
+        "no-such-path",
+        "no-file",
+    }
+)
+"""Calls that a simulated engine refuses; all others get what they ask for."""
+
 CALLS: dict[str, dict[str, Call]] = {
     "openai": {
         "chat": _chat(),
@@ -276,7 +304,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "completion-stream-list": _complete(prompt=["one", "two"], stream=True),
         "completion-bad-ids": _complete(prompt=[10**9]),
         "completion-too-long": _complete(prompt=LONG),
-        "completion-best-of": _complete(n=0),
+        "completion-no-answers": _complete(n=0),
         "models": lambda each: list(each.openai.models.list()),
     },
     "responses": {

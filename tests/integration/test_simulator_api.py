@@ -654,3 +654,78 @@ async def test_lone_probes_answer(api: Api) -> None:
     assert (await api.client.get("/health")).content == b""
     assert (await api.client.get("/version")).json() == {"version": "0.33.0"}
     assert (await api.client.get("/load")).json() == {"server_load": 0}
+
+
+async def test_kept_responses_need_the_store() -> None:
+    """Off by default, as in vLLM: an answer that is given is not kept."""
+    async with started_engine() as one:
+        made = await one.post("/v1/responses", {"input": "hello", "max_output_tokens": 2})
+        kept = await one.client.get(f"/v1/responses/{made.json()['id']}")
+
+    assert made.json()["status"] == "incomplete"
+    assert kept.status_code == 404
+    assert kept.json()["error"]["message"].endswith("not found.")
+
+
+async def test_stream_of_a_response_is_named_events() -> None:
+    """In order, numbered, and without an end marker."""
+    async with started_engine() as one:
+        body = {"input": "hello", "max_output_tokens": 2, "stream": True}
+        answer = await one.post("/v1/responses", body)
+
+    events = [each.split("\n") for each in answer.text.split("\n\n") if each]
+    names = [lines[0].removeprefix("event: ") for lines in events]
+    data = [json.loads(lines[1].removeprefix("data: ")) for lines in events]
+    assert names == [each["type"] for each in data]
+    assert (names[0], names[-1]) == ("response.created", "response.completed")
+    assert [each["sequence_number"] for each in data] == list(range(len(data)))
+
+
+@pytest.mark.parametrize(
+    ("serves", "path", "status"),
+    [
+        ("generate", "/v1/embeddings", 404),
+        ("pooling", "/v1/chat/completions", 404),
+        ("pooling", "/v1/responses/resp_1", 404),
+        ("transcription", "/rerank", 404),
+    ],
+)
+async def test_other_kinds_of_models_have_other_paths(serves: str, path: str, status: int) -> None:
+    """Where a router was never mounted the framework answers."""
+    async with started_engine(serves=serves) as one:
+        answer = await one.post(path, {})
+
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "Not Found"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/embeddings", {"input": []}, "at least one"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "Input lengths"),
+        ("/v1/embeddings", {"input": "x" * 40_000}, "maximum context length"),
+    ],
+)
+async def test_pooling_refusals(path: str, body: Any, message: str) -> None:
+    """400, in the words of vLLM."""
+    async with started_engine(serves="pooling") as one:
+        answer = await one.post(path, body)
+
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+async def test_messages_are_refused_in_their_own_form() -> None:
+    """But a body that can't be read in the form of every path."""
+    hello = [{"role": "user", "content": "hello"}]
+    async with started_engine() as one:
+        unknown = await one.post(
+            "/v1/messages", {"model": "nope", "messages": hello, "max_tokens": 1}
+        )
+        unread = await one.post("/v1/messages", {"messages": hello})
+        counted = await one.post("/v1/messages/count_tokens", {"model": "nope", "messages": hello})
+
+    assert unknown.json() == counted.json()
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
+    assert (unread.status_code, unread.json()["error"]["type"]) == (400, "Bad Request")

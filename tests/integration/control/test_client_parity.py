@@ -52,6 +52,9 @@ async def test_result_is_the_same_through_kvlb(
     async with both(balancer_factory, group) as (engine, kvlb):
         expected, got = await asyncio.to_thread(compare, engine, kvlb)
 
+    status = expected.get("status") if isinstance(expected, dict) else None
+    refused = isinstance(status, int) and status >= 400
+    assert refused == (group.startswith("unknown") or name in client_calls.REFUSED), expected
     if group.startswith("unknown"):
         expected, got = map(client_calls.without_own_words, (expected, got))
     assert got == expected
