@@ -61,18 +61,32 @@ class EncodeMeans:
     clock: Callable[[], float]
     new_id: Callable[[], str]
 
-    def media_of(self, job: Job) -> "RequestMedia":
+    def media_of(self, job: Job) -> "Media":
         """What `job` has to have encoded."""
         encoders = [
             each
             for each in job.fleet.encoders
             if each.models is None or each.models.serves(job.request.model)
         ]
-        return RequestMedia(self, job, media_items(job.request) if encoders else (), encoders)
+        items = media_items(job.request) if encoders else ()
+        return RequestMedia(self, job, items, encoders) if items else NoMedia(job)
 
     def legs_on(self, instance: Instance) -> int:
         """Legs in flight there."""
         return sum(self.ledger.load(rank).requests for rank in instance.rank_ids())
+
+
+@dataclass(frozen=True, slots=True)
+class NoMedia:
+    """A request that has nothing to encode, or nobody to do it."""
+
+    job: Job
+
+    async def ready(self, plan: RoutePlan | None) -> Job:  # noqa: ARG002 - as RequestMedia
+        return self.job
+
+    def redoes(self, error: BalancerError) -> bool:  # noqa: ARG002 - as RequestMedia
+        return False
 
 
 class RequestMedia:
@@ -98,8 +112,6 @@ class RequestMedia:
 
         Raises EncodeFailedError or what an encode engine refused.
         """
-        if not self._items:
-            return self._job
         pushes = not all(each.reuses for each in self._connectors)
         if pushes and plan is None:
             return self._job
@@ -279,6 +291,9 @@ class RequestMedia:
             raw = encode_body(with_usage(body) if job.asks_usage else body)
         request = msgspec.structs.replace(job.request, body=body)
         return msgspec.structs.replace(job, request=request, body=raw)
+
+
+Media = RequestMedia | NoMedia
 
 
 def _work(rank: RankId) -> LegWork:

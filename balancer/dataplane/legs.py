@@ -34,7 +34,7 @@ from balancer.core.fleet import Fleet
 from balancer.core.full_reports import FullReports
 from balancer.core.plan import RoutePlan
 from balancer.core.suspects import Suspects
-from balancer.dataplane.encoding import EncodeMeans, RequestMedia
+from balancer.dataplane.encoding import EncodeMeans, Media
 from balancer.dataplane.jobs import (
     Job,
     earlier_blocks,
@@ -150,7 +150,7 @@ class Legs:
         self._claim(route.plan)
         return route
 
-    async def _carry_route(self, media: RequestMedia, route: Route, deliver: Deliver) -> None:
+    async def _carry_route(self, media: Media, route: Route, deliver: Deliver) -> None:
         job = await media.ready(route.plan)
         if route.plan.prefill is None:
             await self._carrier.decode(
