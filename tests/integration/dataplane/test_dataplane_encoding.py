@@ -77,7 +77,7 @@ async def test_a_failed_leg_is_tried_elsewhere(
 ) -> None:
     """The other encode engine has what the prompt needs; both attempts are on record."""
     script, code = FAULTS[fault]
-    encoded = remembering(timeout_s=0.2)
+    encoded = remembering(timeout_s=1.0 if fault == "silent" else 60.0)
     async with (
         engine(script) as bad,
         engine(encode_ok) as good,
