@@ -9,7 +9,8 @@ Rules, each broken one is a complaint:
 4. There is no error before the first word where an engine of each role that is needed had been
    well for `NOTICE_S`.
 5. An error event has a reason: something befell the engine that answered, while it did.
-6. After the leases nothing is reserved, running or held, and no engine has read wrong blocks.
+6. After the leases nothing is reserved, running or held, no engine has read wrong blocks, and the
+   balancer counts nothing as running.
 """
 
 from collections import Counter
@@ -45,6 +46,8 @@ class FleetEnd:
     """Reservations and requests that are still there after every lease."""
     held_share: float
     """The largest share of a cache that somebody still holds."""
+    legs_left: int = 0
+    """That the balancer counts as running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +143,14 @@ def _faults_of_event(
     if not _is_openai_error(outcome.error):
         yield "error_form"
     answering = [each for each in attempts if each.engine.startswith("d")]
-    if outcome.text and not any(
-        history.was_disturbed(each.engine, each.received_s, outcome.ended_s + _LATE_S)
-        for each in answering
+    # P2P-NCCL's ids have the engines' addresses in them and not the client's: nobody can tell.
+    if (
+        outcome.text
+        and answering
+        and not any(
+            history.was_disturbed(each.engine, each.received_s, outcome.ended_s + _LATE_S)
+            for each in answering
+        )
     ):
         yield "unfounded_event"
 
@@ -160,6 +168,9 @@ def _judge_fleet(end: FleetEnd) -> Iterable[Complaint]:
     if end.stranded or end.held_share:
         told = f"{end.stranded} left, {end.held_share:.1%} of a cache held"
         yield Complaint(rule="stranded", request="-", told=told)
+    if end.legs_left:
+        told = f"the balancer counts {end.legs_left} legs"
+        yield Complaint(rule="leaked", request="-", told=told)
     if end.counts.corrupt_reads:
         told = f"{end.counts.corrupt_reads} reads of wrong blocks"
         yield Complaint(rule="corrupt", request="-", told=told)

@@ -2,6 +2,9 @@
 
 The answer is the simulator's own: its chat template, its tokenizer, its sampler. Prompts share
 prefixes, and some come twice, so that caches matter.
+
+`ExampleConnector` engines die of a prompt of one token more than full blocks, if an earlier one left
+a folder of that name (docs/connectors.md): before them no prompt has that length.
 """
 
 import random
@@ -13,6 +16,7 @@ from simulator.core import tokenizer
 from simulator.core.chat_template import render_chat
 from simulator.core.generation import seed_answer
 
+_BLOCK_TOKENS = 16
 _PREFIXES = 12
 _PREFIX_TOKENS = (200, 1200)
 _OWN_TOKENS = (10, 300)
@@ -54,7 +58,9 @@ class _Prompt:
     token_ids: Sequence[int]
 
 
-def draw_requests(chance: random.Random, seed: int, count: int, rate_per_s: float) -> list[Ask]:
+def draw_requests(
+    chance: random.Random, seed: int, count: int, rate_per_s: float, *, spares_storage: bool = False
+) -> list[Ask]:
     """Draw the requests of one run, in the order in which they are sent."""
     prefixes = [_write(chance, _PREFIX_TOKENS) for _ in range(_PREFIXES)]
     prompts: list[_Prompt] = []
@@ -65,16 +71,25 @@ def draw_requests(chance: random.Random, seed: int, count: int, rate_per_s: floa
         if prompts and chance.random() < _REPEAT_SHARE:
             prompt = chance.choice(prompts)
         else:
-            prompt = _draw_prompt(chance, prefixes)
+            prompt = _draw_prompt(chance, prefixes, spares_storage=spares_storage)
             prompts.append(prompt)
         asks.append(_ask(chance, f"chaos-{seed}-{number:05}", at_s, prompt))
     return asks
 
 
-def _draw_prompt(chance: random.Random, prefixes: Sequence[str]) -> _Prompt:
+def _draw_prompt(
+    chance: random.Random, prefixes: Sequence[str], *, spares_storage: bool
+) -> _Prompt:
     """One prompt as token ids, as text or as a chat."""
     kind = chance.choice(("ids", "text", "chat"))
     prefix, own = chance.choice(prefixes), _write(chance, _OWN_TOKENS)
+    prompt = _write_prompt(kind, prefix, own)
+    if spares_storage and len(prompt.token_ids) % _BLOCK_TOKENS == 1:
+        return _write_prompt(kind, prefix, own + "x")
+    return prompt
+
+
+def _write_prompt(kind: str, prefix: str, own: str) -> _Prompt:
     if kind == "chat":
         messages = [{"role": "system", "content": prefix}, {"role": "user", "content": own}]
         token_ids = tokenizer.encode(render_chat(messages), add_special_tokens=False)

@@ -16,6 +16,7 @@ from simulator.service import RunningEngine
 FLEET = "4p4d"
 CONNECTORS: tuple[ConnectorName, ...] = ("nixl", "mooncake", "nixl_push", "example")
 LEASE_S = 9.0
+_FIXED_LEASES_S: Mapping[ConnectorName, float] = {"moriio": 60.0, "offloading": 60.0}
 DEADLINE_S = 30.0
 """Every limit of a request in a row: see `settings`."""
 _LIMITS = {
@@ -61,10 +62,17 @@ class Scenario:
     def duration_s(self) -> float:
         return self.requests / self.rate_per_s
 
+    @property
+    def lease_s(self) -> float:
+        """How long an engine keeps what nobody fetches; some connectors know one time only."""
+        return _FIXED_LEASES_S.get(self.connector, LEASE_S)
+
     def engine(self) -> EngineSettings:
         """What every engine is started with."""
         return EngineSettings(
             kv_connector=self.connector,
+            version="0.23.0" if self.connector == "p2p_nccl" else "0.33.0",
+            randomizes_ids=self.connector != "p2p_nccl",
             prefill_tokens_per_s=20_000.0,
             inter_token_ms=15.0,
             num_blocks=2048,
@@ -89,18 +97,27 @@ class Scenario:
         }
 
     def _entry(self, engine: RunningEngine) -> dict[str, Any]:
-        transfer: dict[str, Any] = {}
-        if self.connector == "nixl":
-            transfer = {"lease_s": LEASE_S * 0.8}
-        elif self.connector == "mooncake":
-            transfer = {"bootstrap_port": engine.bootstrap_port}
         return {
             "url": engine.url,
             "alias": engine.name,
             "role": engine.role,
             "connector": self.connector,
-            "transfer": transfer,
+            "transfer": self._transfer(engine),
         }
+
+    def _transfer(self, engine: RunningEngine) -> dict[str, Any]:
+        """What the operator has to say of an engine's side of transfers."""
+        match self.connector:
+            case "nixl":
+                return {"lease_s": LEASE_S * 0.8}
+            case "mooncake":
+                return {"bootstrap_port": engine.bootstrap_port}
+            case "moriio" | "p2p_nccl":
+                return {"zmq_address": engine.zmq_address}
+            case "offloading":
+                return {"p2p_host": "127.0.0.1", "p2p_port": engine.side_port}
+            case _:
+                return {}
 
     def needed(self, roles: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
         """The roles without which nobody is served."""

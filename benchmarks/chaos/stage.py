@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -18,13 +18,13 @@ from benchmarks.chaos.client import Outcome, send
 from benchmarks.chaos.judge import FleetEnd, Verdict, judge
 from benchmarks.chaos.machine import STARVED, watch_machine
 from benchmarks.chaos.requests import Ask, draw_requests
-from benchmarks.chaos.scenario import DEADLINE_S, FLEET, LEASE_S, Scenario
+from benchmarks.chaos.scenario import DEADLINE_S, FLEET, Scenario
 from benchmarks.chaos.schedule import Fault, draw_faults
 from simulator.life_counts import LifeCounts
 from simulator.service import FleetSpec, RunningFleet, running_fleet
 
 READY_S = 30.0
-SETTLE_S = LEASE_S + 4.0
+SETTLE_S = 4.0
 _POLL_S = 0.05
 _CONNECTIONS = 256
 _KEPT_CONNECTIONS = 16
@@ -50,10 +50,18 @@ async def play(scenario: Scenario, folder: Path) -> Run:
         roles = _roles(fleet)
         chance = random.Random(scenario.seed)  # noqa: S311 - a schedule, no secret
         faults = draw_faults(chance, roles, scenario.duration_s)
-        asks = draw_requests(chance, scenario.seed, scenario.requests, scenario.rate_per_s)
+        asks = draw_requests(
+            chance,
+            scenario.seed,
+            scenario.requests,
+            scenario.rate_per_s,
+            spares_storage=scenario.connector == "example",
+        )
         async with _balancer(scenario, fleet, folder) as (url, pid):
             outcomes = await _ask_all(url, asks, fleet, faults, (os.getpid(), pid))
-            end = await _settle(fleet)
+            end = replace(
+                await _settle(fleet, scenario.lease_s + SETTLE_S), legs_left=await _legs_left(url)
+            )
         return Run(
             scenario=scenario,
             faults=faults,
@@ -167,14 +175,20 @@ async def _befall(fleet: RunningFleet, fault: Fault, began_s: float) -> None:
             engine.cut()
 
 
-async def _settle(fleet: RunningFleet) -> FleetEnd:
+async def _settle(fleet: RunningFleet, limit_s: float) -> FleetEnd:
     """Wait until nothing is left, at most until every lease is over."""
-    until_s = time.monotonic() + SETTLE_S
+    until_s = time.monotonic() + limit_s
     end = _end_of(fleet)
     while (end.stranded or end.held_share) and time.monotonic() < until_s:
         await asyncio.sleep(_POLL_S)
         end = _end_of(fleet)
     return end
+
+
+async def _legs_left(url: str) -> int:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        instances = (await http.get(f"{url}/status")).json()["instances"]
+    return sum(rank["load"]["requests"] for each in instances for rank in each["ranks"])
 
 
 def _end_of(fleet: RunningFleet) -> FleetEnd:

@@ -82,11 +82,22 @@ def test_a_seed_is_a_run() -> None:
     assert {each.path for each in asked[0]} == {"/v1/completions", "/v1/chat/completions"}
 
 
+def test_no_prompt_kills_an_engine_with_a_shared_storage() -> None:
+    """By its length alone; every other prompt is drawn as before."""
+    usual = draw_requests(chance(3), 3, 200, 50.0)
+    spared = draw_requests(chance(3), 3, 200, 50.0, spares_storage=True)
+    ids = [each.body["prompt"] for each in spared if isinstance(each.body.get("prompt"), list)]
+
+    assert all(len(each) % 16 != 1 for each in ids)
+    assert 0 < sum(one != other for one, other in zip(usual, spared, strict=True)) < 40
+
+
 def judged(outcome: Outcome, history: FleetHistory | None = None, **end: Any) -> Verdict:
     if history is None:
         history = FleetHistory()
         for name in ("d0", "p0"):
             history.note(name, "started", Condition.WELL, 0.0)
+        history.begin("d0", "chaos-1-00001", 10.0)
     needed = {"decode": ("d0",), "prefill": ("p0",)}
     return judge([outcome], history, replace(CLEAN, **end), needed)
 
@@ -182,8 +193,9 @@ def test_nothing_looks_like_an_end_behind_an_error(more: dict[str, Any]) -> None
         ({"stranded": 1}, "stranded"),
         ({"held_share": 0.1}, "stranded"),
         ({"counts": LifeCounts(corrupt_reads=1)}, "corrupt"),
+        ({"legs_left": 1}, "leaked"),
     ],
-    ids=["reservation", "blocks", "wrong-blocks"],
+    ids=["reservation", "blocks", "wrong-blocks", "leg"],
 )
 def test_what_the_engines_say_is_judged(end: dict[str, Any], rule: str) -> None:
     """Once everything is over."""
