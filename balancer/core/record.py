@@ -66,14 +66,15 @@ class EncodeRecord:
     """Left to the engine that computes the prompt, because no encode instance could."""
     instances: list[str] = field(default_factory=list)
     """Aliases of those that have what this request needs."""
-    no_instance: bool = False
-    """None was available."""
+    problem: str = "encode_failed"
+    """Why some are local, if they are; `no_encode_instance`: none was available, `no_address`: the
+    decode instance that computes the prompt is none that others push to."""
 
     @property
     def reason(self) -> str:
-        """A header value and a metric label."""
+        """A header value."""
         if self.local:
-            return "no_encode_instance" if self.no_instance else "encode_failed"
+            return self.problem
         return "encoded" if self.encoded else "reused"
 
 

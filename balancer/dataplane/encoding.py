@@ -35,7 +35,7 @@ from balancer.core.errors import (
     EngineRefusedError,
     EngineTimeoutError,
 )
-from balancer.core.fleet import Instance
+from balancer.core.fleet import Instance, Role
 from balancer.core.load import LegWork, LoadLedger
 from balancer.core.media_items import MediaItem, media_items
 from balancer.core.plan import Candidate, RoutePlan
@@ -106,6 +106,7 @@ class RequestMedia:
         self._local: set[bytes] = set()
         self._names: dict[bytes, str] = {}
         self._has_redone = False
+        self._problem = _problem(self._encoders, None)
 
     async def ready(self, plan: RoutePlan | None) -> Job:
         """The job as its prompt legs carry it; `plan` None: nobody is chosen yet.
@@ -117,6 +118,10 @@ class RequestMedia:
             return self._job
         if pushes:
             self._forget_all()
+            self._problem = _problem(self._encoders, plan)
+            if self._problem == "no_address":
+                self._leave_all()
+                return self._job
         missing = self._missing()
         if missing:
             await self._encode_all(missing, plan)
@@ -201,6 +206,13 @@ class RequestMedia:
                 return
         self._leave(item, failed, blames_item=blames_item)
 
+    def _leave_all(self) -> None:
+        """To an engine that nobody pushes to, so it doesn't wait."""
+        if self._means.items.settings.on_failure != "local":
+            raise EncodeFailedError("the instance that computes the prompt has no `ec_zmq_addrs`")
+        self._local.update(self._items)
+        self._note()
+
     def _leave(self, item: MediaItem, failed: EngineError | None, *, blames_item: bool) -> None:
         """To the engine that computes the prompt, if it may and can. Raises what is the answer else."""
         allows = all(each.allows_local for each in self._connectors)
@@ -271,7 +283,7 @@ class RequestMedia:
             reused=len(self._reused),
             local=len(self._items) - len(self._encodings),
             instances=sorted({self._names[key] for key in self._encodings}),
-            no_instance=not self._encoders,
+            problem=self._problem,
         )
 
     def _with_params(self) -> Job:
@@ -294,6 +306,14 @@ class RequestMedia:
 
 
 Media = RequestMedia | NoMedia
+
+
+def _problem(encoders: Sequence[Instance], plan: RoutePlan | None) -> str:
+    """What is wrong if items are left to the consumer. Decode instances needn't be consumers."""
+    consumer = None if plan is None else (plan.prefill or plan.decode).candidate.instance
+    if consumer is not None and consumer.role is Role.DECODE and not consumer.ec_zmq_addrs:
+        return "no_address"
+    return "encode_failed" if encoders else "no_encode_instance"
 
 
 def _work(rank: RankId) -> LegWork:

@@ -1,5 +1,7 @@
 """`RequestRecord`: whose cached tokens count."""
 
+from typing import Any
+
 import pytest
 
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
@@ -60,9 +62,9 @@ def test_an_opening_is_not_the_first_token() -> None:
         ({"encoded": 1, "reused": 1}, "encoded"),
         ({"reused": 2}, "reused"),
         ({"encoded": 1, "local": 1}, "encode_failed"),
-        ({"local": 2, "no_instance": True}, "no_encode_instance"),
+        ({"local": 2, "problem": "no_address"}, "no_address"),
     ],
 )
-def test_what_became_of_media_has_one_word(counts: dict[str, int], reason: str) -> None:
+def test_what_became_of_media_has_one_word(counts: dict[str, Any], reason: str) -> None:
     """What went wrong counts most."""
-    assert EncodeRecord(items=2, **counts).reason == reason  # type: ignore[arg-type]
+    assert EncodeRecord(items=2, **counts).reason == reason

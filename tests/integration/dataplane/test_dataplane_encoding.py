@@ -247,6 +247,35 @@ async def test_a_consumer_without_an_address_is_named(
         assert (source.received, target.received) == ([], [])
 
 
+@pytest.mark.parametrize(("on_failure", "status"), [("local", 200), ("refuse", 503)])
+async def test_a_decode_engine_that_nobody_pushes_to_encodes_itself(
+    on_failure: str,
+    status: int,
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    encoder: Any,
+    client: Any,
+) -> None:
+    """Where a prompt isn't prefilled elsewhere it may be computed by one that is no consumer."""
+    async with (
+        engine(encode_ok) as source,
+        engine(answer_ok) as target,
+        balancer(
+            encoder(source, connector="ec_mooncake"),
+            instance(target, "d0", role=Role.DECODE),
+            encoded=remembering(on_failure=on_failure),
+        ) as running,
+    ):
+        answer = await client.post(running.url + CHAT, json=chat("cat"))
+
+        assert answer.status_code == status
+        assert (len(source.received), len(target.received)) == (0, int(status == 200))
+        if status == 200:
+            assert answer.headers["x-kvlb-encode-reason"] == "no_address"
+            assert "ec_transfer_params" not in target.received[0].json
+
+
 async def test_streams_are_asked_for_their_usage_all_the_same(
     engine: Any, balancer: Any, instance: Any, encoder: Any, client: Any
 ) -> None:
