@@ -49,6 +49,16 @@ class App:
         """Answer one connection of the server's."""
         await self.entry(scope, receive, send)
 
+    @property
+    def running(self) -> int:
+        """Requests to engines under way."""
+        return self._entry.dataplane.running
+
+    @property
+    def cut(self) -> int:
+        """Those that ended because the server had to."""
+        return self._entry.dataplane.cut
+
     def start_draining(self) -> None:
         """From now on `/ready` says no; what runs goes on."""
         self._routes.state.is_draining = True

@@ -20,7 +20,7 @@ class Entry:
 
     def __init__(self, *, routes: Application, dataplane: DataPlane, cors: Cors) -> None:
         self._routes = routes
-        self._dataplane = dataplane
+        self.dataplane = dataplane
         self._answer: Application = self._dispatch
         self._answers_directly = not cors.is_on
         if cors.is_on:
@@ -44,7 +44,7 @@ class Entry:
             return
         try:
             if scope["type"] == "websocket":
-                await self._dataplane.relay(ClientSocket(scope, receive, send))
+                await self.dataplane.relay(ClientSocket(scope, receive, send))
             else:
                 await self._answer(scope, receive, send)
         except asyncio.CancelledError:
@@ -53,8 +53,8 @@ class Entry:
             return
 
     async def _dispatch(self, scope: Message, receive: Receive, send: Send) -> None:
-        if self._dataplane.proxies(scope["path"]):
-            await self._dataplane.handle(AsgiExchange(scope, receive, send))
+        if self.dataplane.proxies(scope["path"]):
+            await self.dataplane.handle(AsgiExchange(scope, receive, send))
         else:
             await self._routes(scope, receive, send)
 

@@ -117,6 +117,7 @@ async def serve_on(
                 raise
             for watcher in watchers:
                 watcher.cancel()
+    logger.info("draining_ended", cut=app.cut)
     if app.broken.is_set():
         raise BalancerBrokenError("the balancer can't go on; its last log lines say why")
 
@@ -147,7 +148,7 @@ async def _watch(
     if on_listening is not None:
         on_listening(listener.getsockname()[1])
     await stop.wait()
-    logger.info("draining_started")
+    logger.info("draining_started", running=app.running)
     app.start_draining()
     server.should_exit = True
 

@@ -67,6 +67,7 @@ from balancer.routing.router import Router
 from balancer.tracing import NoTracing, Tracing
 
 _PARTING_S: Final = 0.5
+CANCELLED: Final = "cancelled"
 
 
 class Prompts(Protocol):
@@ -103,6 +104,10 @@ class DataPlane:
         reliability: Reliability | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
+        self.running = 0
+        """Requests and sessions under way."""
+        self.cut = 0
+        """Those that ended because the server had to."""
         self._fleet = fleet
         self._reader = reader
         self._settings = settings
@@ -162,7 +167,7 @@ class DataPlane:
         except BalancerError as error:
             await self._tell(error, record, passer)
         except asyncio.CancelledError:
-            record.error = "cancelled"
+            record.error = CANCELLED
             await self._part(record, passer)
             raise
         except Exception as error:  # noqa: BLE001 - the outermost: a bug costs one request
@@ -180,7 +185,7 @@ class DataPlane:
         except BalancerError as error:
             await _end_session(error, record, socket)
         except asyncio.CancelledError:
-            record.error = "cancelled"
+            record.error = CANCELLED
             await _end_session(FleetError("this balancer is shutting down"), record, socket)
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -190,6 +195,7 @@ class DataPlane:
             self._conclude(record)
 
     def _begin(self, asked: Exchange | ClientSocket) -> RequestRecord:
+        self.running += 1
         asked_id = clean_request_id(find_header(asked.headers, b"x-request-id"))
         return RequestRecord(
             request_id=asked_id or self._new_id(), path=asked.path, arrived_s=self._clock()
@@ -200,6 +206,8 @@ class DataPlane:
         self._log.error("request_failed", **_bug_facts(error, record))
 
     def _conclude(self, record: RequestRecord) -> None:
+        self.running -= 1
+        self.cut += record.error == CANCELLED
         record.ended_s = self._clock()
         self._on_record(record)
         self._log.info("request_done", **_facts(record))

@@ -185,6 +185,8 @@ async def test_drain_limit_ends_a_stream_honestly(
     events = [line for line in received if line]
     assert "shutting down" in events[-1]
     assert [(each["status"], each["error"]) for each in done] == [(200, "cancelled")]
+    drain = {each["event"]: each for each in logs if each["event"].startswith("draining")}
+    assert drain["draining_started"]["running"] == drain["draining_ended"]["cut"] == 1
     assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
 
 
