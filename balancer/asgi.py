@@ -52,12 +52,12 @@ class App:
     @property
     def running(self) -> int:
         """Requests to engines under way."""
-        return self._entry.dataplane.running
+        return self.entry.dataplane.running
 
     @property
     def cut(self) -> int:
         """Those that ended because the server had to."""
-        return self._entry.dataplane.cut
+        return self.entry.dataplane.cut
 
     def start_draining(self) -> None:
         """From now on `/ready` says no; what runs goes on."""

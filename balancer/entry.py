@@ -31,11 +31,11 @@ class Entry:
 
         Not where browsers of other origins are told what they may do: that is done there.
         """
-        return self._answers_directly and self._dataplane.proxies(path)
+        return self._answers_directly and self.dataplane.proxies(path)
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer an engines' path. Raises nothing but cancellation."""
-        await self._dataplane.handle(exchange)
+        await self.dataplane.handle(exchange)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one connection of the server's."""
