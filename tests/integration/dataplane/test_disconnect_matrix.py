@@ -20,8 +20,8 @@ from indexer.core.types import BlockKey, RankId
 COMPLETIONS = "/v1/completions"
 IDS = list(range(1000))
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
-LATE_S = 1.0
-"""After this long an engine must have seen it."""
+TURNS = 100
+"""Of 10 ms: an engine must have seen it after one second in which this process was served."""
 
 
 class SlowPrompts:
@@ -164,13 +164,13 @@ PHASES = {
     "body-held": Phase(answer=half_a_body, streams=(False,)),
     "body-passing": Phase(answer=half_a_large_body, until=b"{{{", streams=(False,)),
 }
-FLEETS = ("whole", "serial", "concurrent")
+FLEETS = ("whole", "whole-over-asgi", "serial", "concurrent")
 MATRIX = [
     pytest.param(name, stream, fleet, id=f"{name}-{'stream' if stream else 'json'}-{fleet}")
     for name, phase in PHASES.items()
     for stream in phase.streams
     for fleet in FLEETS
-    if not (name == "prefill-leg" and fleet == "whole")
+    if not (name == "prefill-leg" and fleet.startswith("whole"))
 ]
 
 
@@ -183,7 +183,8 @@ def staged(engine: Any, balancer: Any, instance: Any, raw_client: Any) -> Any:
         options = phase.options()
         async with AsyncExitStack() as stack:
             answering = await stack.enter_async_context(engine(phase.answer))
-            if fleet == "whole":
+            if fleet.startswith("whole"):
+                options["is_direct"] = fleet == "whole"
                 members = [instance(answering, "m0")]
                 prefill = None
             else:
@@ -246,12 +247,18 @@ async def test_client_leaves(staged: Any, until: Any, name: str, stream: bool, f
         asked_before = [len(each.received) for each in stage.engines]
         stage.client.leave()
 
-        async with asyncio.timeout(LATE_S):
-            for each in stage.engines:
-                for received in each.received:
-                    if each is stage.answering or phase.reaches == "prefill":
-                        await received.gone.wait()
-            (record,) = await proxy.wait_for_records(1)
+        open_legs = [
+            received.gone
+            for each in stage.engines
+            for received in each.received
+            if each is stage.answering or phase.reaches == "prefill"
+        ]
+        for _ in range(TURNS):
+            if proxy.records and all(each.is_set() for each in open_legs):
+                break
+            await asyncio.sleep(0.01)
+        (record,) = proxy.records
+        assert all(each.is_set() for each in open_legs)
         await stage.answering.wait_for_connections(0)
         await until(lambda: len(asyncio.all_tasks()) <= tasks_before + len(idle(stage)))
 
