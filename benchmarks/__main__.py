@@ -36,17 +36,21 @@ BENCHMARKS = (
         "Index",
         "Events applied from encoded frames (70 % of blocks in stores of 64, 30 % in stores of one, "
         "one removal a store), in CPU time, best of several runs. Memory: resident growth of a "
-        "fresh process, copies, parents and all tables included, where each rank's hash tables are "
-        "just full and where they have just grown. A match: from the turn of the event loop that "
-        "the request is due to the answer, hashing the prompt included, while events come in. The "
-        "naive layout is `benchmarks/naive_index.py`, in the same run.",
+        "fresh process, copies, parents and all tables included. Hash tables double, so it is told "
+        "on average over a doubling, where all are just full, and where all have just grown at once, "
+        "as they do only if every rank holds as much. A match as a client sees it: a process that "
+        "asks over a socket, one request at a time about a millisecond apart, and waits; and its CPU, "
+        "packing and hashing the prompt's tokens included in both. The naive layout is "
+        "`benchmarks/naive_index.py`, in the same run.",
     ),
     Benchmark(
         "index_redis",
         "Index in Redis",
-        "Events from encoded frames through the indexer's own writer; lookups alone, and while another process "
+        "Events from encoded frames through the indexer's own writer; lookups as who asks waits for them, packing "
+        "and hashing the prompt's tokens included, one at a time a millisecond apart, alone and while another process "
         "applies 50,000 blocks/s to the same ranks; commands that touch a whole rank. CPU where it can be told: "
-        "Redis, the writer and the reader share the machine.",
+        "Redis, the writer and the reader share the machine. The ratio is one of Redis's time. With 10 million blocks: "
+        "`python -m benchmarks.index_redis --blocks 10000000`, which isn't part of `make bench`.",
     ),
     Benchmark(
         "micro_plan",

@@ -7,10 +7,8 @@ a client in another process, from asking to having the answer.
 
 import asyncio
 import gc
-import json
 import platform
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,12 +31,15 @@ from benchmarks.index_workload import (
     prompt_tokens,
 )
 from benchmarks.naive_index import NaiveIndex
+from benchmarks.waiting_client import waiting_client
 
 RUNS = 9
 STREAM_BLOCKS = 40_000
 BLOCKS_PER_S = 50_000
 TURN_S = 0.00025
 """How long events may keep the loop, as in `indexer.subscriber`."""
+BURST_S = 0.001
+"""Events of several engines come together, with nothing to do in between."""
 CELL_S = 2.0
 PAUSE_S = 0.001
 """Between two matches, about: requests don't come back to back."""
@@ -169,7 +170,7 @@ def measure_matches() -> Iterator[str]:
             yield (
                 f"| {ranks} | {tokens:,} | {found.p50_ms:.2f} | {found.p99_ms:.2f} "
                 f"| {found.cpu_p50_ms:.2f} | {found.cpu_p99_ms:.2f} "
-                f"| {found.blocks_per_s:,.0f} | {found.naive:.0f} x |"
+                f"| {found.blocks_per_s:,.0f} | {found.naive:.1f} x |"
             )
 
 
@@ -207,24 +208,21 @@ async def _answer(fleet: Fleet, token_ids: Sequence[int]) -> tuple[list[float], 
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     loop = asyncio.get_running_loop()
-    arguments = (str(theirs.fileno()), str(CELL_S), str(PAUSE_S))
-    with ours:
-        with theirs:
-            client = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "benchmarks.waiting_client",
-                *arguments,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-            )
+
+    async def serve() -> None:
         while await loop.sock_recv(ours, 1):
             start_s = time.thread_time()
             await fleet.index.match(prompt_of(token_ids))
             cpu.append(time.thread_time() - start_s)
             await loop.sock_sendall(ours, b"!")
-        printed, _ = await client.communicate()
-    return json.loads(printed), cpu
+
+    with ours, theirs:
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(serve())
+            async with waiting_client(theirs.fileno(), PAUSE_S, "?") as waited:
+                await asyncio.sleep(CELL_S)
+            serving.cancel()
+    return waited, cpu
 
 
 class Pace:
@@ -255,7 +253,7 @@ class Pace:
     async def _wait_for_turn(self) -> None:
         ahead_s = self._blocks / BLOCKS_PER_S - (time.perf_counter() - self._start_s)
         if ahead_s > 0:
-            await asyncio.sleep(ahead_s)
+            await asyncio.sleep(max(ahead_s, BURST_S))
             self._turn_began_s = time.perf_counter()
         elif time.perf_counter() - self._turn_began_s > TURN_S:
             await asyncio.sleep(0)

@@ -6,12 +6,12 @@ Part of `python -m benchmarks.index_redis`.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from time import perf_counter
 from typing import Any
 
 from msgspec import structs
 
 from benchmarks.redis_workload import BLOCK_SIZE, opened
+from benchmarks.waiting_client import waiting_client
 from indexer.core.block_rows import GroupRows
 from indexer.core.index import AllDropped, BlocksHeld, GroupKind, GroupSpec, RankUpdate
 from indexer.core.types import BlockKey, InstanceId, RankId, Tier, Trust
@@ -19,7 +19,8 @@ from indexer.redis_index.connection import Script
 from indexer.redis_index.packing import PackedKeys
 from indexer.redis_index.redis_index import RedisIndex
 
-PART_BLOCKS = 1024
+WATCH_S = 0.0005
+PART_BLOCKS = 512
 """As the indexer writes a rank anew."""
 
 
@@ -103,23 +104,8 @@ async def _restart(url: str, rank: RankId) -> None:
 
 
 async def _watched(url: str, work: Callable[[], Any]) -> float:
-    """Longest that a PING took meanwhile, in ms."""
-    longest = 0.0
-    connection = opened(url)
-    await connection.ping()
-
-    async def watch() -> None:
-        nonlocal longest
-        while True:
-            began_s = perf_counter()
-            await connection.ping()
-            longest = max(longest, (perf_counter() - began_s) * 1e3)
-            await asyncio.sleep(0.0005)
-
-    async with asyncio.TaskGroup() as group:
-        watching = group.create_task(watch())
+    """Longest that a PING of another process took meanwhile, in ms."""
+    async with waiting_client(url.removeprefix("unix://"), WATCH_S, "PING\r\n") as waited:
         await work()
         await asyncio.sleep(0.05)
-        watching.cancel()
-    await connection.aclose()
-    return longest
+    return max(waited) * 1e3

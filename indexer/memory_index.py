@@ -1,7 +1,8 @@
 """The index in memory: one set of keys per rank, group and tier.
 
 A set answers "is this block held", and held means reachable, so the depth of a prompt on one
-rank is found by bisection: 13 probes for 6,250 blocks. It is the layout of the Redis backend too.
+rank is found by bisection, in C: 13 probes for 6,250 blocks, 2 µs a rank. It is the layout of the
+Redis backend too.
 
 Measured on 2 shared cores, 100,000 tokens against 64 ranks that hold between none and all of it:
 0.16 ms. Walking one table of key -> bitmask of holders (the layout first thought of) took 0.50 ms,
