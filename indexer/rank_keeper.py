@@ -52,7 +52,7 @@ _MOST_UNWRITTEN_BYTES = 64 * 1024
 _HASH_BYTES = 9
 """What a hash takes in a payload, about."""
 _PART_BLOCKS = 512
-"""Of a rank that is written anew: 1 ms of a Redis, 5 where its tables are growing past a million."""
+"""Of a rank that is written anew: 1 ms of a Redis, 5 to 8 where its tables have just doubled."""
 _LONGEST_PAUSE = 32
 """Heartbeats between attempts at a rewrite that keeps failing."""
 
