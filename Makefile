@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test check fix bench chaos lint types contracts unit e2e deep soak sabotage clean services test-engine
+.PHONY: help demo docs test check fix bench bench-overhead chaos lint types contracts unit e2e deep soak sabotage clean services test-engine
 
 help: ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

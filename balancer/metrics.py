@@ -9,13 +9,14 @@ Rules:
 """
 
 from collections.abc import Callable, Set
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from balancer.core.fleet import Fleet
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.routing.pd_metrics import PdMetrics
+from balancer.series import Counter, CounterSeries, Histogram, HistogramSeries
 
 OTHER = "other"
 """Label of everything that isn't known."""
@@ -28,14 +29,20 @@ PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Paths with a label of their own; other engine paths share one."""
 
 
-Series = TypeVar("Series", Counter, Histogram)
+Series = TypeVar("Series", CounterSeries, HistogramSeries)
+Made_co = TypeVar("Made_co", covariant=True)
+
+
+class _Metric(Protocol[Made_co]):
+    def labels(self, *values: str) -> Made_co: ...
+    def remove(self, *values: str) -> None: ...
 
 
 class _Labelled(Generic[Series]):
-    """A metric's series by their labels: found in a fraction of the time `labels` takes."""
+    """A metric's series by their labels, and who is to be forgotten."""
 
-    def __init__(self, metric: Series) -> None:
-        self._metric: Series = metric
+    def __init__(self, metric: _Metric[Series]) -> None:
+        self._metric: _Metric[Series] = metric
         self._series: dict[tuple[str, ...], Series] = {}
 
     def at(self, *labels: str) -> Series:
@@ -174,10 +181,10 @@ class BalancerMetrics:
             "Time a request waited for the index.",
             buckets=SHORT_BUCKETS,
             registry=registry,
-        )
+        ).labels()
 
     def _define_tokens(self, registry: CollectorRegistry) -> None:
-        def tokens(name: str, help_: str, *labels: str) -> _Labelled[Counter]:
+        def tokens(name: str, help_: str, *labels: str) -> _Labelled[CounterSeries]:
             return _Labelled(Counter(name, help_, labels, registry=registry))
 
         self._prompt = tokens("kvlb_prompt_tokens_total", "Tokens of scored prompts.", "model")

@@ -73,8 +73,9 @@ class LoadedCandidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 def uncached_tokens(shape: RequestShape, candidate: Candidate) -> int:
     """Prompt tokens the candidate neither holds nor is about to hold."""
     held, predicted = candidate.overlap_tokens, candidate.predicted_tokens
-    lacking = shape.prompt_tokens - (max(held, predicted))
-    return max(0, lacking)  # min and max cost more than all else here
+    # `min` and `max` would cost more than all else here.
+    lacking = shape.prompt_tokens - (max(predicted, held))
+    return max(0, lacking)
 
 
 def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> list[Choice]:

@@ -5,17 +5,21 @@ Rules:
 1. Only finished requests enter, oldest out first.
 2. No prompt text, token, key or salt is kept; a model name that isn't the fleet's is not either.
 
-Cost: O(1) per request, and about 1 kB each while kept.
+Cost: O(1) per request, and a few kB each while kept: a record is put into words when it is asked for,
+and of its plan only the cheapest candidates are kept.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from heapq import nsmallest
 from typing import Any
 
 import msgspec
 
 from balancer.core.explain import explain_choice
 from balancer.core.judgement import judge_record
+from balancer.core.plan import RoutePlan
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 
 
@@ -26,23 +30,40 @@ class TimedDecision(msgspec.Struct, frozen=True, array_like=True):
     decision: Mapping[str, Any]
 
 
+KEPT_CANDIDATES = 8
+
+
 class DecisionLog:
-    """A ring of rendered records."""
+    """A ring of finished records."""
 
     def __init__(self, *, limit: int) -> None:
-        self._records: deque[TimedDecision] = deque(maxlen=limit)
+        self._records: deque[RequestRecord] = deque(maxlen=limit)
 
     def add(self, record: RequestRecord) -> None:
-        ended_s = record.arrived_s if record.ended_s is None else record.ended_s
-        self._records.append(TimedDecision(ended_s, render_record(record)))
+        """Keep `record`, which nobody changes any more."""
+        if record.plan is not None and len(record.plan.considered) > KEPT_CANDIDATES:
+            record = replace(record, plan=_shortened(record.plan))
+        self._records.append(record)
 
     def timed(self, count: int) -> Sequence[TimedDecision]:
         """Up to `count` records, newest first, to be joined with those of other processes."""
-        return [each for each, _ in zip(reversed(self._records), range(count), strict=False)]
+        newest = zip(reversed(self._records), range(count), strict=False)
+        return [_timed(record) for record, _ in newest]
 
     def latest(self, count: int) -> Sequence[Mapping[str, Any]]:
         """Up to `count` records, newest first."""
         return [each.decision for each in self.timed(count)]
+
+
+def _timed(record: RequestRecord) -> TimedDecision:
+    ended_s = record.arrived_s if record.ended_s is None else record.ended_s
+    return TimedDecision(ended_s, render_record(record))
+
+
+def _shortened(plan: RoutePlan) -> RoutePlan:
+    """Without the candidates that explain nothing."""
+    cheapest = nsmallest(KEPT_CANDIDATES, plan.considered, key=lambda each: each.cost_s)
+    return msgspec.structs.replace(plan, considered=tuple(cheapest))
 
 
 def render_record(record: RequestRecord) -> Mapping[str, Any]:

@@ -49,14 +49,14 @@ _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 def pass_request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Keep the client's end-to-end headers, less those that are ours to set."""
     passed = _without(headers, _REQUEST_STOPS)
-    return tuple(pair for pair in passed if pair[1] != _OUR_SESSION or pair[0] != b"x-session-id")
+    ours = (b"x-session-id", _OUR_SESSION)
+    return tuple([pair for pair in passed if pair != ours]) if ours in passed else passed
 
 
 def pass_answer_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Keep the engine's end-to-end headers, less the request id and our own names."""
-    return tuple(
-        pair for pair in _without(headers, _ANSWER_STOPS) if not pair[0].startswith(b"x-kvlb-")
-    )
+    passed = _without(headers, _ANSWER_STOPS)
+    return tuple([pair for pair in passed if not pair[0].startswith(b"x-kvlb-")])
 
 
 def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
@@ -69,7 +69,7 @@ def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | 
 
 def drop_header(headers: Headers, name: bytes) -> Headers:
     """Return `headers` without `name` (lower case)."""
-    return tuple(pair for pair in headers if pair[0] != name)
+    return tuple([pair for pair in headers if pair[0] != name])
 
 
 def clean_request_id(raw: object) -> str | None:
@@ -91,4 +91,5 @@ def _without(headers: Iterable[tuple[bytes, bytes]], stops: frozenset[bytes]) ->
     named = [value for name, value in pairs if name == b"connection"]
     if named:
         stops = stops | {token.strip().lower() for value in named for token in value.split(b",")}
-    return tuple(pair for pair in pairs if pair[0] not in stops)
+    # Lists all the way: a generator takes a call for each header.
+    return tuple([pair for pair in pairs if pair[0] not in stops])

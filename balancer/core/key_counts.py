@@ -52,7 +52,7 @@ class KeyCounts:
             if left:
                 more[key] = left
             else:
-                del more[key]
+                more.pop(key)  # `del` is a call of Python in a Counter
 
     def clear(self) -> None:
         """Nobody holds anything."""

@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from benchmarks.overhead.measure import (
     Sample,
     Target,
     crowd,
+    idle_cpu_share,
     sample,
     warm_up,
 )
@@ -38,8 +41,18 @@ ROUNDS, QUICK_ROUNDS = 3, 1
 ENGINES = 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Everything of one run."""
+
+    samples: Sequence[Sample]
+    crowds: dict[str, Crowd]
+    targets: Sequence[Target]
+
+
 def main() -> None:
     """Measure and print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is stopped
     options = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     options.add_argument("--quick", action="store_true", help="one round, no crowds")
     options.add_argument("--only", default="", help="of the proxies, those whose name holds this")
@@ -61,30 +74,41 @@ def main() -> None:
             except RuntimeError as error:
                 missing[proxy.name] = f"{error}: {_last_line(directory / 'log')}"
                 continue
-            targets.append(Target(name=proxy.name, pid=pid, port=port, is_full=proxy.is_full))
+            targets.append(
+                Target(
+                    name=proxy.name,
+                    pid=pid,
+                    port=port,
+                    is_full=proxy.is_full,
+                    takes_ids=proxy.takes_ids,
+                )
+            )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             rounds = QUICK_ROUNDS if chosen.quick else ROUNDS
-            samples, crowds = runner.run(_measure(targets, rounds, with_crowds=not chosen.quick))
-    print(render(Results(samples), crowds, missing, _notes(rounds)))
+            measured = runner.run(_measure(targets, rounds, with_crowds=not chosen.quick))
+    print(render(Results(measured.samples), measured.crowds, missing, _notes(rounds, measured)))
 
 
-async def _measure(
-    targets: Sequence[Target], rounds: int, *, with_crowds: bool
-) -> tuple[list[Sample], dict[str, Crowd]]:
+async def _measure(targets: Sequence[Target], rounds: int, *, with_crowds: bool) -> Measured:
     requests = Requests()
-    proxied = [each for each in targets if each.name != proxies.DIRECT]
     for target in targets:
         await warm_up(target, requests)
+    targets = [
+        replace(each, idle_cpu_share=await idle_cpu_share(each.pid))
+        if each.name != proxies.DIRECT
+        else each
+        for each in targets
+    ]
     samples = []
     for round_ in range(rounds):
         for cell in (*REQUESTS, *STREAMS):
             print(f"round {round_ + 1}, {cell} ...", file=sys.stderr, flush=True)
             samples += [await sample(target, cell, round_, requests) for target in targets]
     crowds = {}
-    for target in proxied if with_crowds else ():
+    for target in targets[1:] if with_crowds else ():
         print(f"crowds, {target.name} ...", file=sys.stderr, flush=True)
         crowds[target.name] = await crowd(target, requests)
-    return samples, crowds
+    return Measured(samples=samples, crowds=crowds, targets=targets)
 
 
 @contextmanager
@@ -105,7 +129,7 @@ def _engines() -> Iterator[list[EngineAddress]]:
         process.start()
     try:
         for each in addresses:
-            proxies.wait_for(each.http, ("/health",))
+            proxies.wait_for(each.http, "/health")
         yield addresses
     finally:
         for process in processes:
@@ -124,12 +148,18 @@ def _last_line(log: Path) -> str:
     return lines[-1][:200] if lines else "it wrote nothing"
 
 
-def _notes(rounds: int) -> list[str]:
+def _notes(rounds: int, measured: Measured) -> list[str]:
+    idle = ", ".join(
+        f"{each.name} {each.idle_cpu_share * 1e3:.1f}" for each in measured.targets[1:]
+    )
     machine = (
         f"{datetime.now(UTC):%Y-%m-%d}, {platform.system()} {platform.machine()}, {os.cpu_count()} "
         f"cores shared by load, engines and proxies, Python {platform.python_version()}"
     )
-    return [f"{machine}; {rounds} round(s), every proxy in turn in each."]
+    return [
+        f"{machine}; {rounds} round(s), every proxy in turn in each.",
+        f"CPU without a request, ms per second, taken off every figure: {idle}.",
+    ]
 
 
 if __name__ == "__main__":

@@ -114,7 +114,11 @@ class _Connection(asyncio.Protocol):
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # one router asks in HTTP/2 what it is talking to
+            if self._transport is not None:
+                self._transport.close()
 
     def on_message_begin(self) -> None:
         self._url = b""

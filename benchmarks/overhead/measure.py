@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.overhead.client import Times, call_many, open_burst, write_request
 from benchmarks.overhead.engine import SHORT_PROMPT_TOKENS, long_prompts
@@ -16,6 +16,7 @@ MANY_CLIENTS = 2000
 MANY_CHUNKS = 16
 MANY_INTERVAL_MS = 300
 MANY_SPREAD_S = 2.0
+IDLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,9 @@ class Target:
     pid: int
     port: int
     is_full: bool
+    takes_ids: bool = True
+    idle_cpu_share: float = 0.0
+    """CPU seconds per second without a request: following events, probing, timers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +95,16 @@ class Requests:
     def __init__(self) -> None:
         self._short = [list(range(SHORT_PROMPT_TOKENS))]
         self._long = long_prompts()
-        self._written: dict[tuple[bool, int, int], list[bytes]] = {}
+        self._written: dict[tuple[bool, bool, int, int], list[bytes]] = {}
 
-    def of(self, *, is_full: bool, chunks: int = 0, interval_ms: int = 0) -> Sequence[bytes]:
-        key = (is_full, chunks, interval_ms)
+    def of(self, target: Target, *, chunks: int = 0, interval_ms: int = 0) -> Sequence[bytes]:
+        """What `target` is asked for."""
+        key = (target.is_full, target.takes_ids, chunks, interval_ms)
         if key not in self._written:
+            prompts = self._long if target.is_full else self._short
+            asked = prompts if target.takes_ids else [str(prompt) for prompt in prompts]
             self._written[key] = [
-                write_request(prompt, chunks=chunks, interval_ms=interval_ms)
-                for prompt in (self._long if is_full else self._short)
+                write_request(prompt, chunks=chunks, interval_ms=interval_ms) for prompt in asked
             ]
         return self._written[key]
 
@@ -116,13 +122,14 @@ async def sample(target: Target, cell: Cell, round_: int, requests: Requests) ->
     before_s, started_s = cpu_s(target.pid), loop.time()
     times = await call_many(
         target.port,
-        requests.of(is_full=target.is_full, chunks=chunks, interval_ms=cell.interval_ms),
+        requests.of(target, chunks=chunks, interval_ms=cell.interval_ms),
         clients=cell.clients,
         calls=cell.calls,
         events=chunks,
         spread_s=stream_s,
     )
-    elapsed_s, used_s = loop.time() - started_s, cpu_s(target.pid) - before_s
+    elapsed_s = loop.time() - started_s
+    used_s = cpu_s(target.pid) - before_s - target.idle_cpu_share * elapsed_s
     timer.cancel()
     return Sample(
         name=target.name,
@@ -139,16 +146,24 @@ async def warm_up(target: Target, requests: Requests) -> None:
     """What a first request costs is not what the next ones cost."""
     for interval_ms in (0, 1):
         chunks = 4 if interval_ms else 0
-        asked = requests.of(is_full=target.is_full, chunks=chunks, interval_ms=interval_ms)
+        asked = requests.of(target, chunks=chunks, interval_ms=interval_ms)
         await call_many(target.port, asked, clients=32, calls=640, events=chunks)
+
+
+async def idle_cpu_share(pid: int) -> float:
+    """What the proxy uses without a request."""
+    before_s = cpu_s(pid)
+    await asyncio.sleep(IDLE_S)
+    return (cpu_s(pid) - before_s) / IDLE_S
 
 
 async def crowd(target: Target, requests: Requests) -> Crowd:
     """512 streaming connections opened at once; then 2,000 streams at a time."""
     seen = Crowd(idle_bytes=memory_bytes(target.pid))
-    asked = requests.of(is_full=False, chunks=BURST_CHUNKS, interval_ms=BURST_INTERVAL_MS)
+    target = replace(target, is_full=False)
+    asked = requests.of(target, chunks=BURST_CHUNKS, interval_ms=BURST_INTERVAL_MS)
     seen.burst = await open_burst(target.port, asked[0], clients=BURST_CLIENTS, events=BURST_CHUNKS)
-    asked = requests.of(is_full=False, chunks=MANY_CHUNKS, interval_ms=MANY_INTERVAL_MS)
+    asked = requests.of(target, chunks=MANY_CHUNKS, interval_ms=MANY_INTERVAL_MS)
 
     def look() -> None:
         seen.many_bytes = memory_bytes(target.pid)

@@ -4,6 +4,7 @@ What kvlb writes for every request (its log line, metrics, decisions) stays on. 
 run on as many threads as they like, with their own logging at warnings.
 """
 
+import secrets
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from time import perf_counter, sleep
 from benchmarks.overhead import peers
 from benchmarks.overhead.engine import BLOCK_SIZE, MODEL, EngineAddress
 
-START_S = 60
+START_S = 30
 MANY = 100_000
 
 
@@ -30,6 +31,10 @@ class Proxy:
     """Of its directory, its port and the engines."""
     is_full: bool = False
     """Follows KV events and is asked with long prompts."""
+    takes_ids: bool = True
+    """Else it is asked with text, about as many bytes."""
+    ready: str = "/health"
+    """Answers 200 once it has engines."""
     missing: Callable[[], str | None] = lambda: None
     """Why it can't be had here, if it can't."""
 
@@ -39,7 +44,6 @@ NGINX, HAPROXY = "nginx", "haproxy"
 VLLM_ROUND_ROBIN = f"vllm-router {peers.VERSIONS['vllm-router']}, round_robin"
 VLLM_KV_AWARE = f"vllm-router {peers.VERSIONS['vllm-router']}, kv_aware"
 SGLANG_ROUND_ROBIN = f"sglang-router {peers.VERSIONS['sglang-router']}, round_robin"
-SGLANG_CACHE_AWARE = f"sglang-router {peers.VERSIONS['sglang-router']}, cache_aware"
 KVLB_ROUND_ROBIN = "kvlb, round_robin"
 KVLB_FULL = "kvlb, kvlb"
 
@@ -79,7 +83,7 @@ def _haproxy(directory: Path, port: int, engines: Sequence[EngineAddress]) -> li
         f"  server e{each.number} 127.0.0.1:{each.http} maxconn 4096" for each in engines
     )
     (directory / "haproxy.cfg").write_text(
-        "global\n  nbthread 1\n  maxconn 10000\n  tune.bufsize 65536\n"
+        "global\n  nbthread 1\n  maxconn 8000\n  tune.bufsize 65536\n"
         "defaults\n  mode http\n  timeout connect 5s\n  timeout client 600s\n"
         "  timeout server 600s\n  option http-no-delay\n  http-reuse always\n"
         f"frontend f\n  bind 127.0.0.1:{port} backlog 4096\n  default_backend b\n"
@@ -114,7 +118,7 @@ def _sglang(policy: str) -> Callable[[Path, int, Sequence[EngineAddress]], list[
             *(str(peers.command("sglang-router")), "launch", "--host", "127.0.0.1"),
             *("--port", str(port), "--worker-urls", *(each.url for each in engines)),
             *("--policy", policy, "--worker-startup-check-interval", "1"),
-            *("--log-level", "warning", "--max-concurrent-requests", str(MANY)),
+            *("--log-level", "warn", "--max-concurrent-requests", str(MANY)),
             *("--prometheus-port", str(free_port())),
         ]
 
@@ -143,27 +147,37 @@ PROXIES = (
     Proxy(name=NGINX, command=_nginx, missing=_needs("nginx")),
     Proxy(name=HAPROXY, command=_haproxy, missing=_needs("haproxy")),
     Proxy(name=VLLM_ROUND_ROBIN, command=_vllm("round_robin"), missing=_peer("vllm-router")),
-    Proxy(name=SGLANG_ROUND_ROBIN, command=_sglang("round_robin"), missing=_peer("sglang-router")),
-    Proxy(name=KVLB_ROUND_ROBIN, command=_kvlb("round_robin")),
+    Proxy(
+        name=SGLANG_ROUND_ROBIN,
+        command=_sglang("round_robin"),
+        takes_ids=False,
+        ready="/readiness",
+        missing=_peer("sglang-router"),
+    ),
+    Proxy(name=KVLB_ROUND_ROBIN, command=_kvlb("round_robin"), ready="/ready"),
     Proxy(
         name=VLLM_KV_AWARE, command=_vllm("kv_aware"), is_full=True, missing=_peer("vllm-router")
     ),
-    Proxy(name=KVLB_FULL, command=_kvlb("kvlb"), is_full=True),
+    Proxy(name=KVLB_FULL, command=_kvlb("kvlb"), is_full=True, ready="/ready"),
 )
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that outgoing connections are given."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
-def wait_for(port: int, paths: Sequence[str]) -> None:
-    """Wait until a GET of one of `paths` answers 200. Raises RuntimeError after a minute."""
+def wait_for(port: int, path: str, has_ended: Callable[[], bool] = lambda: False) -> None:
+    """Wait until a GET of `path` answers 200. Raises RuntimeError after half a minute."""
     deadline_s = perf_counter() + START_S
-    while perf_counter() < deadline_s:
-        if any(_answers(port, path) for path in paths):
+    while perf_counter() < deadline_s and not has_ended():
+        if _answers(port, path):
             return
         sleep(0.1)
     raise RuntimeError(f"nothing answers on port {port}")
@@ -189,12 +203,12 @@ def started(
             proxy.command(directory, port, engines), stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            wait_for(port, ("/ready", "/readiness", "/health"))
+            wait_for(port, proxy.ready, has_ended=lambda: process.poll() is not None)
             yield process.pid
         finally:
             process.terminate()
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
