@@ -146,11 +146,12 @@ class SseReader:
             return passed + event
         passed = self._release_held()
         self.has_data = self.has_data or not is_opening(data)
-        if self._is_usage_chunk(data) and self._withholds:
-            self._held = event
-            return passed
+        is_usage_chunk = self._is_usage_chunk(data)
         if self._details is not None:
             event = event.replace(data, with_details(data, self._details))
+        if is_usage_chunk and self._withholds:
+            self._held = event
+            return passed
         return passed + event
 
     def _release_held(self) -> bytes:

@@ -104,3 +104,14 @@ def test_a_stream_has_them_wherever_its_usage_is() -> None:
     assert passed + reader.finish() == stream.replace(b'{"cached_tokens":2}', OURS)
     assert reader.usage is not None
     assert reader.usage.cached_tokens == 2
+
+
+def test_a_chunk_that_was_held_in_vain_has_them_too() -> None:
+    """It looked like the last one, which only we asked for; it was the engine's own."""
+    early = b'data: {"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":2}}}\n\n'
+    rest = b'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n'
+    reader = SseReader(withhold_usage=True, details=OURS)
+
+    passed = reader.feed(early) + reader.feed(rest) + reader.finish()
+
+    assert passed == early.replace(b'{"cached_tokens":2}', OURS) + rest
