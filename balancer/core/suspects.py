@@ -6,6 +6,7 @@ Rules:
 2. A hand-over that failed is the prefill engine's first of all: it has died since, or restarted and
    is another one than it was taken for. The decode engine is out the second time.
 3. A lease that ended, and what is to be done again as it was, are nobody's fault.
+4. Who failed first may be well again when nobody else is left: `latest` is who failed just now.
 
 Cost: one set per failure.
 """
@@ -21,11 +22,13 @@ class Suspects:
 
     def __init__(self) -> None:
         self.ranks: frozenset[RankId] = frozenset()
+        self.latest: frozenset[RankId] = frozenset()
         self._could_not_load: set[InstanceId] = set()
 
     def note(self, error: BalancerError, plan: RoutePlan) -> Instance | None:
         """An attempt at `plan` failed. Returns who may be another engine than it was taken for."""
         target = plan.decode.candidate.instance
+        self.latest = frozenset()
         if not isinstance(error, EngineError):
             return None
         if not isinstance(error, HandOverFailedError) or plan.prefill is None:
@@ -39,4 +42,5 @@ class Suspects:
         return source
 
     def _leave_out(self, instance: Instance) -> None:
-        self.ranks |= frozenset(instance.rank_ids())
+        self.latest |= frozenset(instance.rank_ids())
+        self.ranks |= self.latest

@@ -7,7 +7,8 @@ Rules:
    some a chat's opening, before they have computed or loaded anything. A stream that ends or
    begins with an error there has failed like any answer, so another instance may be tried.
 3. Blocks are handed over once. A leg that loads them is not written a second time, on whatever
-   connection: the first may have been read, and who reads after that reads something else.
+   connection: the first may have been read, and who reads after that reads something else. Nor is
+   one that keeps blocks under a name: the engine would have two of that name.
 4. An engine that was handed blocks, and fails with 500, couldn't load them: nobody knows whose fault
    that is, and its words would tell its client nothing.
 """
@@ -38,7 +39,10 @@ class Readiness:
     """Whether one leg may be written now. One per leg; asked each time a connection is there."""
 
     def __init__(self, *, clock: Callable[[], float], by_s: float | None, is_handed: bool) -> None:
-        """`is_handed`: the leg loads what another engine computed, at the latest by `by_s`."""
+        """`is_handed`: the leg loads what another engine computed, at the latest by `by_s`.
+
+        Or it keeps what it computes under a name that both legs have.
+        """
         self._clock = clock
         self._by_s = by_s
         self._is_handed = is_handed

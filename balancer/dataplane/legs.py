@@ -101,7 +101,7 @@ class Legs:
         media = self._encode.media_of(job)
         while True:
             job = await media.ready(None)
-            route = await self._route(job, suspects.ranks, failed, without_prefill=without_prefill)
+            route = await self._route(job, suspects, failed, without_prefill=without_prefill)
             try:
                 with route:
                     await self._carry_route(media, route, deliver)
@@ -127,25 +127,30 @@ class Legs:
     async def _route(
         self,
         job: Job,
-        tried: frozenset[RankId],
+        suspects: Suspects,
         failed: BalancerError | None,
         *,
         without_prefill: bool,
     ) -> Route:
         # Who failed may be known as down by now, who restarted under its new ids.
         fleet = job.fleet if failed is None else self._fleet()
-        try:
-            route = await self._router.route(
-                fleet,
-                job.request,
-                job.prompt,
-                exclude=tried,
-                prefill_failed=without_prefill,
-            )
-        except FleetError:
-            if failed is None:
-                raise
-            raise failed from None  # nobody else is left: what went wrong is the answer
+        for exclude in (suspects.ranks, suspects.latest):
+            try:
+                route = await self._router.route(
+                    fleet,
+                    job.request,
+                    job.prompt,
+                    exclude=exclude,
+                    prefill_failed=without_prefill,
+                )
+            except FleetError:
+                if failed is None:
+                    raise
+            else:
+                break
+        else:
+            assert failed is not None  # noqa: S101  else it was raised
+            raise failed  # nobody is left: what went wrong is the answer
         note_plan(job.record, route.plan)
         self._claim(route.plan)
         return route

@@ -120,7 +120,8 @@ class LegCarrier:
                 request = self._settled(job, connector.prefill_leg(context), choice.candidate)
                 body = encode_body(request.body)
                 headers = leg_headers(job, request)
-                ready = Readiness(clock=self._clock, by_s=None, is_handed=loads)
+                is_named = loads or connector.style(context) == "concurrent"
+                ready = Readiness(clock=self._clock, by_s=None, is_handed=is_named)
                 answer = await self._send(
                     job, choice.candidate, body, headers, on_ready=ready.check
                 )

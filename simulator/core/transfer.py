@@ -9,7 +9,8 @@ Rules:
 3. Nothing checks a read against the lease: who comes late reads whatever is in those blocks. The
    engine counts it, and so does the reader, whose text is then wrong.
 
-4. Where both sides meet by name, blocks are kept under that name instead of the request's id.
+4. Where both sides meet by name, blocks are kept under that name instead of the request's id. If
+   two requests come under one name the first's blocks are found by nobody.
 
 Invariant: every reservation ends in exactly one of `released`, `expired`, or is still `open`.
 """
@@ -53,6 +54,7 @@ class Reservations:
         self.reads_after_expiry = 0
         self.reads_of_other_prompt = 0
         self._free = free
+        self._nameless = 0
         self._open: dict[str, Reservation] = {}
 
     @property
@@ -75,6 +77,11 @@ class Reservations:
             tokens=tokens,
             expires_s=now_s + (lease_s or self.lease_s),
         )
+        before = self._open.get(request_id)
+        if before is not None:  # nobody asks for it any more: its blocks wait for the lease
+            self._nameless += 1
+            name = f"{request_id}#{self._nameless}"
+            self._open[name] = replace(before, request_id=name)
         self._open[request_id] = kept
         return kept
 

@@ -371,3 +371,20 @@ def test_every_reservation_ends_once(steps: list[tuple[str, int]]) -> None:
 
     assert kept.open + kept.released + kept.expired == reserved
     assert len(freed) == len(set(freed)) == reserved - kept.open
+
+
+def test_a_second_reservation_of_one_name_hides_the_first() -> None:
+    """Which nobody can ask for any more: its blocks are free when its lease ends."""
+    freed: list[tuple[int, ...]] = []
+    kept = Reservations(EngineSettings(kv_lease_s=5.0), freed.append)
+    prompt = array("I", [1, 2])
+    kept.reserve("xfer", [1], prompt, 0.0)
+    kept.reserve("xfer", [2], prompt, 1.0)
+    remote = RemotePrefill(
+        engine_id="p", request_id="xfer", block_ids=(), prefill_cached_tokens=None
+    )
+
+    assert kept.read(remote, prompt) == "ok"
+    assert kept.open == 1
+    kept.expire(5.0)
+    assert (kept.open, kept.expired, freed) == (0, 1, [(2,), (1,)])

@@ -88,3 +88,20 @@ def test_nobody_comes_back_within_a_request(errors: list[BalancerError]) -> None
         suspects.note(error, plan("d0", f"p{number}"))
 
         assert before <= suspects.ranks
+
+
+def test_the_latest_failure_is_known_by_itself() -> None:
+    """What comes after it takes its place; nobody's fault leaves nobody there."""
+    suspects = Suspects()
+    seen = []
+    failures = (
+        (CLOSED, plan("d0")),
+        (NOT_LOADED, plan("d1", "p0")),
+        (LeaseEndedError("late"), plan("d1")),
+    )
+    for error, failed in failures:
+        suspects.note(error, failed)
+        seen.append(names(suspects.latest))
+
+    assert seen == [{"d0"}, {"p0"}, set()]
+    assert names(suspects.ranks) == {"d0", "p0"}

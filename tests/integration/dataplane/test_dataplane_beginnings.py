@@ -10,6 +10,7 @@ import pytest
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.fleet import Fleet, Role
 from balancer.core.routing_settings import PdSettings
+from balancer.core.transfer_settings import NixlPushSettings
 
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -300,3 +301,63 @@ async def test_a_further_attempt_sees_the_fleet_as_it_is(
         added.set()
 
     assert asked.result().headers["x-kvlb-instance"] == "e1"
+
+
+async def test_a_transfer_is_named_to_its_source_once(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Where a kept connection breaks the engine may have begun: the next attempt has another name."""
+
+    async def prefill(received: Any, wire: Any) -> None:
+        if len(p.received) == 2:
+            wire.reset()
+        else:
+            await prefill_ok(received, wire)
+
+    async with engine(prefill) as p, engine(answer_ok) as d:
+        settings = NixlPushSettings(engine_id="e")
+        fleet = [
+            instance(p, "p0", role=Role.PREFILL, connector="nixl_push", transfer=settings),
+            instance(d, "d0", role=Role.DECODE, connector="nixl_push", transfer=NixlPushSettings()),
+        ]
+        async with balancer(*fleet) as proxy:
+            answers = [
+                await client.post(
+                    proxy.url + COMPLETIONS, json=request(prompt=[number, *range(1000)])
+                )
+                for number in range(2)
+            ]
+
+    named = [each.json["kv_transfer_params"]["transfer_id"] for each in p.received]
+    assert [each.status_code for each in answers] == [200, 200]
+    assert len(named) == len(set(named)) == 3
+
+
+async def test_who_failed_first_is_asked_again_when_nobody_else_is_left(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """It may be well again; who failed just now isn't asked at once."""
+    failures: list[str] = []
+
+    def failing_once(name: str) -> Any:
+        async def script(received: Any, wire: Any) -> None:
+            if name in failures:
+                await answer_ok(received, wire)
+            else:
+                failures.append(name)
+                wire.reset()
+
+        return script
+
+    async with (
+        engine(failing_once("e0")) as one,
+        engine(failing_once("e1")) as other,
+        balancer(
+            instance(one, "e0"), instance(other, "e1"), settings=DataPlaneSettings(retries=2)
+        ) as proxy,
+    ):
+        answer = await client.post(proxy.url + COMPLETIONS, json=request())
+        (record,) = await proxy.wait_for_records(1)
+
+    assert answer.status_code == 200
+    assert [leg.alias for leg in record.legs] in (["e0", "e1", "e0"], ["e1", "e0", "e1"])
