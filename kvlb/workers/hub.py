@@ -45,6 +45,8 @@ class Hub:
         self._pipes: dict[int, Pipe] = {}
         self._names: dict[int, str] = {}
         """What each worker is called among peers."""
+        self._heard_s: dict[int, float] = {}
+        """When each worker gave its last sign of life."""
         self._last: dict[int, Figures] = {}
         self._ended: list[Family] = []
         self._waiting: list[bytes] = []
@@ -58,16 +60,23 @@ class Hub:
             return await self._answer(number, what, limit)
 
         self._pipes[number] = pipe
+        self._heard_s.pop(number, None)
         pipe.answer = answer
         pipe.on_load = lambda messages: self._on_load(number, messages)
 
     def leave(self, number: int) -> None:
         """It has ended, however it did: nothing of it is in flight any more."""
         del self._pipes[number]
+        self._heard_s.pop(number, None)
         self._ended = keep(self._ended, self._last.pop(number, ()))
         name = self._names.pop(number, None)
         if name is not None:
             self._pass_on(number, [encode_message(Left(WIRE_VERSION, name))])
+
+    def silent(self, for_s: float) -> list[int]:
+        """Workers that have given signs of life, and none for so long."""
+        before_s = asyncio.get_running_loop().time() - for_s
+        return [number for number, at_s in self._heard_s.items() if at_s < before_s]
 
     async def run(self) -> None:
         """Keep other balancers in touch, until cancelled."""
@@ -113,6 +122,7 @@ class Hub:
         return answers
 
     def _on_load(self, number: int, messages: Sequence[bytes]) -> None:
+        self._heard_s[number] = asyncio.get_running_loop().time()
         if number not in self._names:
             self._learn_name(number, messages)
         self._pass_on(number, messages)
@@ -157,6 +167,8 @@ class Hub:
                 await channel.receive(lambda message: self._pass_on(None, [message]))
             except ChannelError as error:
                 self._note(error)
+            except Exception:
+                _logger.exception("load_sharing_failed")
             await asyncio.sleep(RETRY_S)
 
     def _note(self, error: ChannelError) -> None:

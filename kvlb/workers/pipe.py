@@ -4,7 +4,8 @@ Rules:
 
 1. Load is passed on at once and never waited for; where the other side doesn't read any more it is
    dropped, and asked for later by whom it misses.
-2. A question gets an answer, or `PipeClosedError` when the other side has ended.
+2. A question gets an answer, an empty one if there is none, or `PipeClosedError` when the other side has
+   ended.
 3. The pipe ends with either process: that is how each knows of the other's end.
 """
 
@@ -14,11 +15,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, assert_never
 
 import msgspec
+import structlog
 
 from kvlb.settings import Overrides
 
 MOST_WAITING_BYTES = 16 * 1024 * 1024
 LENGTH_BYTES = 4
+
+_logger = structlog.get_logger(__name__)
 
 
 class PipeClosedError(Exception):
@@ -164,7 +168,11 @@ class Pipe:
                 assert_never(never)
 
     async def _reply(self, question: Question) -> None:
-        payload = await self.answer(question.what, question.limit)
+        payload = b""
+        try:
+            payload = await self.answer(question.what, question.limit)
+        except Exception:  # a collector's bug must not end a process
+            _logger.exception("question_failed", what=question.what)
         self.send(Answer(question.number, payload))
 
 

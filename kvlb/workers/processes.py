@@ -8,7 +8,8 @@ Rules:
 2. A worker that ends unasked is started again, at once if it had run for a while, else after a pause that
    doubles. One that refuses its settings before any worker was ever ready ends the parent, as it would
    end itself.
-3. Workers are in sessions of their own: a signal from a terminal reaches the parent alone. It tells
+3. A worker that gives no sign of life for `STUCK_S` is killed: it would hold its connections for ever.
+4. Workers are in sessions of their own: a signal from a terminal reaches the parent alone. It tells
    them over their pipes to finish, and passes SIGHUP on. A worker that is told to end by a signal of its
    own drains, ends, and is started again. When the parent is gone, workers finish what runs and end.
 """
@@ -40,6 +41,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 REFUSED = 2
 """Exit code of whoever refuses its settings."""
+STUCK_S = 30.0
+WATCH_S = 1.0
 AFTER_DRAIN_S = 5.0
 """Beyond `drain_s`, until a worker that doesn't end is killed."""
 
@@ -84,11 +87,13 @@ class Workers:
         with self._passing_on_hangups():
             async with asyncio.TaskGroup() as group:
                 stopping = group.create_task(self._stop_all())
+                watching = group.create_task(self._kill_stuck())
                 telling = group.create_task(self._tell(lambda: on_listening(port)))
                 async with asyncio.TaskGroup() as kept:
                     for number in range(self._settings.workers):
                         kept.create_task(self._keep(number, port))
                 stopping.cancel()
+                watching.cancel()
                 telling.cancel()
 
     async def _keep(self, number: int, port: int) -> None:
@@ -149,6 +154,13 @@ class Workers:
     async def _tell(self, on_listening: Callable[[], None]) -> None:
         await self._all_ready.wait()
         on_listening()
+
+    async def _kill_stuck(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for number in self._hub.silent(STUCK_S):
+                _logger.error("worker_stuck", number=number, silent_s=STUCK_S)
+                self._running[number].kill()
 
     async def _stop_all(self) -> None:
         await self._stop.wait()

@@ -69,10 +69,12 @@ class PipeSiblings:
     async def _ask(self, what: str, limit: int) -> bytes | None:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self._pipe.ask(what, limit)
+                if payload := await self._pipe.ask(what, limit):
+                    return payload
         except (TimeoutError, PipeClosedError):
-            _logger.warning("parent_silent", asked=what)
-            return None  # this process's own will do
+            pass
+        _logger.warning("parent_silent", asked=what)
+        return None  # this process's own will do
 
 
 class Seat:

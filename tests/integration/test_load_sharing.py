@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from balancer.core.decision_log import DecisionLog
@@ -253,6 +254,31 @@ async def test_a_stuck_worker_is_shown_as_read_last() -> None:
         after = values(await views[0].exposition())
 
     assert before["legs_total"] == after["legs_total"] == 2
+
+
+async def test_a_collectors_bug_costs_only_its_own_figures() -> None:
+    """The others are shown, and no process ends."""
+    async with a_tree() as tree:
+        views = []
+        for number in range(2):
+            pipe = await tree.worker(number)
+            seat = Seat(number, socket.socket(), pipe)
+            seat.listener.close()
+            views.append(shown(PipeSiblings(pipe), legs=1))
+            seat.attach(views[-1])
+
+        async def broken(_what: str, _limit: int) -> bytes:
+            raise RuntimeError
+
+        tree.ends[1].answer = broken
+        with structlog.testing.capture_logs() as logs:
+            seen = values(await views[0].exposition())
+        tree.hub._pipes[0].answer = broken
+        alone = values(await views[0].exposition())
+
+    assert seen["legs_total"] == alone["legs_total"] == 1
+    assert "restarts_total" not in alone
+    assert [each["event"] for each in logs] == ["question_failed"]
 
 
 async def test_a_worker_without_its_parent_shows_itself() -> None:

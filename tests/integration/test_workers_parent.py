@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvlb.errors import SettingsError, WorkersError
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
 from kvlb.up import ONE_PROCESS, up
+from kvlb.workers import processes
 from kvlb.workers.processes import run_workers
 
 
@@ -75,6 +76,32 @@ async def test_a_worker_that_ends_is_started_again(redis_server: Any) -> None:
     assert len(victims) == len(alive) == 2
     assert victims[0] not in alive
     assert [each["exit_code"] for each in logs if each["event"] == "worker_ended"] == [0]
+
+
+async def test_a_stuck_worker_is_killed_and_started_again(
+    redis_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep its connections waiting for ever."""
+    parent = Parent(redis_server.settings().url)
+    with structlog.testing.capture_logs() as logs:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(parent.run())
+            async with asyncio.timeout(30):
+                await parent.listening
+            monkeypatch.setattr(processes, "STUCK_S", 3.0)
+            os.kill(children()[0], signal.SIGSTOP)
+
+            async def has_ended() -> bool:
+                return any(each["event"] == "worker_ended" for each in logs)
+
+            await until(has_ended)
+            parent.stop.set()
+            async with asyncio.timeout(20):
+                await task
+
+    assert [each["exit_code"] for each in logs if each["event"] == "worker_ended"] == [
+        -signal.SIGKILL
+    ]
 
 
 def children() -> list[int]:
