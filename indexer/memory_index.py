@@ -13,9 +13,10 @@ with those (`core.block_tree`) 260 to 300 bytes at one holder, 100 to 130 at 16.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import lcm
+from itertools import pairwise
+from math import ceil, lcm
 
 from indexer.core.block_tree import TIERS
 from indexer.core.index import (
@@ -36,6 +37,8 @@ from indexer.core.types import BlockKey, RankId, Tier, Trust
 _SWEPT_KEYS = 4096
 """Keys of departed ranks freed per call: 0.1 ms, so that no lookup waits behind a big one."""
 
+_COUNTED_BLOCKS, _SAMPLES = 64, 16
+"""So many blocks are asked one by one on which tier they are; of more, so many and the last."""
 
 Keys = dict[BlockKey, None]
 """A set of keys that no garbage collection walks: as a `set`, each million costs it 60 ms."""
@@ -216,23 +219,49 @@ def _depth(tiers: Sequence[Keys], backwards: Sequence[BlockKey]) -> int:
     """
     if len(tiers) == 1:
         return len(backwards) - bisect_left(backwards, True, key=tiers[0].__contains__)
-    return len(backwards) - bisect_left(
-        backwards, True, key=lambda key: any(key in keys for keys in tiers)
-    )
+
+    def is_held(key: BlockKey) -> bool:
+        for keys in tiers:  # noqa: SIM110 - `any` takes twice as long
+            if key in keys:
+                return True
+        return False
+
+    return len(backwards) - bisect_left(backwards, True, key=is_held)
 
 
 def _tokens_by_tier(
     tiers: Sequence[tuple[Tier, Keys]], keys: Sequence[BlockKey], size: int
 ) -> dict[Tier, int]:
-    """Count each of these keys, all held, at its fastest tier."""
-    tokens: dict[Tier, int] = {}
-    rest = set(keys)
-    for tier, held in tiers:
-        slower = rest - held.keys()
-        if len(slower) < len(rest):
-            tokens[tier] = (len(rest) - len(slower)) * size
-        rest = slower
-    return tokens
+    """Count each of these keys, all held, at its fastest tier.
+
+    Many are sampled, as in `match.lua`, and where two samples differ the change between them is
+    searched for: exact where tiers hold runs. One by one 64 ranks with two tiers took 6 ms.
+    """
+    *faster, (slowest, _) = tiers
+
+    def fastest(number: int) -> Tier:
+        key = keys[number]
+        for tier, held in faster:
+            if key in held:
+                return tier
+        return slowest
+
+    last = len(keys) - 1
+    step = 1 if len(keys) <= _COUNTED_BLOCKS else ceil(len(keys) / _SAMPLES)
+    found = [(number, fastest(number)) for number in (*range(0, last, step), last)]
+    blocks = dict.fromkeys((tier for tier, _ in tiers), 0)
+    for (start, tier), (end, other) in pairwise(found):
+        border = end if other is tier else _change(fastest, start, end)
+        blocks[tier] += border - start
+        blocks[other] += end - border
+    blocks[found[-1][1]] += 1
+    return {tier: count * size for tier, count in blocks.items() if count}
+
+
+def _change(fastest: Callable[[int], Tier], low: int, high: int) -> int:
+    """First block after `low`, at most `high`, whose tier isn't that of `low`."""
+    tier = fastest(low)
+    return bisect_left(range(high), True, low + 1, key=lambda number: fastest(number) is not tier)
 
 
 def _agreed_tokens(life: _Life, prompt: Prompt) -> int:

@@ -146,8 +146,8 @@ class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_by_tier: Mapping[Tier, int]
     """Matched tokens, each counted at the fastest tier that holds it (in the rank's first full
-    group). Tiers without any are left out. Of a long match a backend may tell the split by sample:
-    the sum is exact, and so is the split where a tier holds long runs."""
+    group). Tiers without any are left out. Of a long match the split is told by sample: the sum is
+    exact, and so is the split where a tier holds long runs."""
     block_size: int | None
     """Of the rank's first full group; None until its events have described one."""
     trust: Trust

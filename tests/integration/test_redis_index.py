@@ -202,51 +202,6 @@ async def test_forgotten_scripts_are_sent_again(index: RedisIndex, redis_server:
     assert await overlap(index) == {E0: 12}
 
 
-LONG = Prompt(Namespace(model=MODEL), range(4_001))
-LONG_KEYS = LONG.keys(SIZE)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "cpu", "expected"),
-    [
-        pytest.param((0, 700), (0, 1000), (700, 300, 0), id="evicted-tail"),
-        pytest.param((0, 700), (700, 1000), (700, 300, 0), id="moved-tail"),
-        pytest.param((0, 1000), (0, 1000), (1000, 0, 0), id="copied"),
-        pytest.param((900, 1000), (0, 1000), (100, 900, 0), id="loaded-tail"),
-        pytest.param((0, 1), (0, 1000), (1, 999, 0), id="first-block"),
-        pytest.param((0, 999), (0, 1000), (999, 1, 0), id="all-but-the-last"),
-        pytest.param((100, 200), (0, 300), (100, 200, 700), id="three-tiers"),
-        pytest.param((0, 60), (0, 64), (60, 4, 0), id="counted"),
-        pytest.param((0, 60), (0, 65), (60, 5, 0), id="sampled"),
-    ],
-)
-async def test_split_of_a_long_match_is_exact_where_tiers_hold_runs(
-    index: RedisIndex,
-    gpu: tuple[int, int],
-    cpu: tuple[int, int],
-    expected: tuple[int, int, int],
-) -> None:
-    """Long ones are sampled, and where two samples differ the change is searched for."""
-    changes = [held(LONG_KEYS[slice(*gpu)]), BlocksHeld(0, Tier.CPU, LONG_KEYS[slice(*cpu)])]
-    if expected[2]:
-        changes.append(BlocksHeld(0, Tier.STORAGE, LONG_KEYS))
-    await index.apply(update(E0, FULL, *changes))
-
-    by_tier = (await index.match(LONG))[E0].tokens_by_tier
-    assert tuple(by_tier.get(tier, 0) // SIZE for tier in Tier) == expected
-
-
-async def test_long_match_over_scattered_tiers_is_exact_in_sum(index: RedisIndex) -> None:
-    """Every other block on another tier: the split is a sample, the overlap is not."""
-    await index.apply(
-        update(E0, FULL, held(LONG_KEYS[:777:2]), BlocksHeld(0, Tier.CPU, LONG_KEYS[1:777:2]))
-    )
-
-    match = (await index.match(LONG))[E0]
-    assert match.tokens == 777 * SIZE
-    assert set(match.tokens_by_tier) == {Tier.GPU, Tier.CPU}
-
-
 async def test_dead_connections_cost_no_lookup(
     index: RedisIndex, reader: RedisIndexReader, redis_server: Any
 ) -> None:
