@@ -25,6 +25,7 @@ from balancer.core.settings_errors import decode_settings
 from balancer.fleet.control import FleetLinks
 from balancer.fleet.engine_client import EngineClient
 from balancer.server import serve
+from balancer.sharing import Company
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
 from indexer.core.model_cards import parse_model_list
@@ -313,6 +314,7 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
         config: dict[str, Any],
         index_status: Callable[[], RankFacts] | None = None,
         links: FleetLinks | None = None,
+        company: Company | None = None,
     ) -> AsyncIterator[Balancer]:
         # Generous deadlines, as above: a loaded machine needs longer than a default allows.
         tokens = {"deadline_s": 5.0, **config.get("tokens", {})}
@@ -326,6 +328,7 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
             registry=CollectorRegistry(),
             index_status=index_status,
             links=links,
+            company=company,
         )
         stop = asyncio.Event()
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()

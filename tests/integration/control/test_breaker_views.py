@@ -1,7 +1,7 @@
 """What operators see of instances that are held back."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from balancer.core.breaker import Phase
 from balancer.core.fleet import Fleet, Instance
 from balancer.core.reliability_settings import ReliabilitySettings
 from balancer.dataplane.reliability import Reliability
+from balancer.sharing import Company
 from indexer.core.types import InstanceId
 
 COMPLETIONS = "/v1/completions"
@@ -166,3 +167,49 @@ def test_series_of_those_who_left_go_with_them() -> None:
     assert len(before) == 4
     assert after_leaving == []
     assert reliability.standings.openings == {}
+
+
+class Wire:
+    """One end of a channel between two processes; the other end is another one."""
+
+    def __init__(self) -> None:
+        self._arrived: asyncio.Queue[bytes] = asyncio.Queue(1000)
+        self.other: Wire = self
+
+    async def send(self, messages: Sequence[bytes]) -> None:
+        for each in messages:
+            await self.other._arrived.put(each)
+
+    async def receive(self, on_message: Callable[[bytes], None]) -> None:
+        while True:
+            on_message(await self._arrived.get())
+
+
+async def test_what_one_process_learns_all_know(engine_factory: Any, balancer_factory: Any) -> None:
+    """Held back by one is held back by the other, without a failure of its own."""
+    here, there = Wire(), Wire()
+    here.other, there.other = there, here
+    async with engine_factory() as bad, engine_factory() as good:
+        bad.answers[COMPLETIONS] = EMPTY_ANSWER
+        config = {
+            "instances": [{"url": bad.url, "alias": "bad"}, {"url": good.url, "alias": "good"}],
+            "routing": {"policy": "round_robin"},
+            "reliability": {"cool_down_s": 60.0},
+        }
+        async with (
+            balancer_factory(config, company=Company(channel=here)) as first,
+            balancer_factory(config, company=Company(channel=there)) as second,
+        ):
+            await first.available(2)
+            await second.available(2)
+            await ask_some(first)
+            asked = bad.calls(COMPLETIONS)
+            await until(lambda: is_held_back(second, "bad"))
+            statuses = await ask_some(second)
+
+            assert statuses == {200}
+            assert bad.calls(COMPLETIONS) == asked
+
+
+async def is_held_back(balancer: Any, alias: str) -> bool:
+    return bool((await breaker_of(balancer, alias))["state"] == "open")
