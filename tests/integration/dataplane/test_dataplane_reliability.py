@@ -32,11 +32,15 @@ class Turncoat:
 
     def __init__(self) -> None:
         self.is_well = False
+        self.patience = asyncio.Event()
+        """Unset: it takes its time to break off."""
+        self.patience.set()
 
     async def __call__(self, received: Any, wire: Any) -> None:
         if self.is_well:
             await answer_ok(received, wire)
         else:
+            await self.patience.wait()
             wire.close()
 
 
@@ -106,11 +110,15 @@ async def test_one_trial_at_a_time(
     ):
         for each in range(10):
             await ask(client, proxy, each)
-        before = len(one.received)
+        before, all_before = len(one.received), len(one.received) + len(other.received)
         clock.now_s += 5.0
-        async with asyncio.TaskGroup() as group:
+        bad.patience.clear()
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
             for each in range(20):
                 group.create_task(ask(client, proxy, 10 + each))
+            while len(one.received) + len(other.received) < all_before + 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            bad.patience.set()
 
         assert len(one.received) == before + 1
         assert proxy.reliability.standings.breaker(one.url).phase(clock()) is Phase.OPEN
