@@ -23,7 +23,7 @@ _LIMITS = {
     "connect_timeout_s": 2.0,
     "first_byte_timeout_s": 5.0,
     "idle_timeout_s": 5.0,
-    "retries": 3,
+    "retries": 6,
 }
 _RELIABILITY = {"retry_share": 1.0, "least_retries": 1000}
 """Something befalls an engine every 0.7 s: the usual budget of retries is for calmer times."""
