@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,6 +15,12 @@ LIMIT = 1000
 SMALL = DataPlaneSettings(max_body_bytes=LIMIT)
 PATHS = ["/v1/completions", "/v1/embeddings", "/v1/audio/transcriptions"]
 HEAD = "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "asgi"])
+def balancer(balancer: Any, request: pytest.FixtureRequest) -> Any:
+    """Both ways into the data plane: past the framework's interface, and through it."""
+    return partial(balancer, is_direct=request.param)
 
 
 async def echo(received: Any, wire: Any) -> None:

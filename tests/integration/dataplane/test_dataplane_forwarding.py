@@ -353,3 +353,27 @@ async def test_generation_is_pinned_to_the_rank_it_is_booked_on(
             )
 
         assert [each.header("x-data-parallel-rank") for each in fake.received] == ["0", None]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/audio/transcriptions"])
+async def test_streams_of_other_apis_pass_byte_for_byte(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, path: str, size: int
+) -> None:
+    """Line ends of all kinds, comments, data on several lines, cut anywhere; no end is made up."""
+    stream = (
+        b': hello\r\n\r\nevent: a\r\ndata: {"x":1,\r\ndata: "y":2}\r\n\r\n'
+        b"data: caf\xc3\xa9 \xf0\x9f\x98\x80 \\ud800\n\nretry: 5\rid: 7\rdata: \xff\r\r"
+        b"event: message_stop\ndata: {}\n\n"
+    )
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.head(content_type="text/event-stream")
+        for start in range(0, len(stream), size):
+            await wire.chunk(stream[start : start + size])
+        await wire.end()
+
+    async with engine(script) as fake, balancer(instance(fake)) as proxy:
+        answer = await client.post(proxy.url + path, json={"model": "m", "stream": True})
+
+        assert answer.content == stream
