@@ -16,6 +16,7 @@ from websockets.typing import Subprotocol
 
 from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.dataplane.client_socket import ClientSocket
+from balancer.dataplane.realtime import _pass_to_engine, _Waiting
 
 Session = Callable[[ServerConnection], Awaitable[None]]
 
@@ -529,3 +530,37 @@ async def test_session_without_the_answer_extension_is_closed() -> None:
     await ClientSocket(scope, receive_nothing, send).refuse(404, (), b"")
 
     assert sent == [{"type": "websocket.close"}]
+
+
+async def test_what_waits_for_the_engine_goes_before_the_close() -> None:
+    """The engine was slow, and the client has closed meanwhile."""
+    said: list[Any] = [
+        {"type": "websocket.receive", "text": "a"},
+        {"type": "websocket.receive", "text": "b"},
+        {"type": "websocket.disconnect", "code": 1000, "reason": ""},
+    ]
+    ready = asyncio.Event()
+    got: list[Any] = []
+
+    async def receive_next() -> Any:
+        if len(said) == 1:
+            ready.set()
+        return said.pop(0)
+
+    async def send_slowly(message: str | bytes) -> None:
+        await ready.wait()
+        got.append(message)
+
+    async def send_nothing(message: Any) -> None:
+        raise AssertionError
+
+    scope = {"path": "/", "query_string": b"", "headers": (), "subprotocols": ()}
+    waiting = _Waiting(send_slowly)
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(waiting.run())
+            group.create_task(
+                _pass_to_engine(ClientSocket(scope, receive_next, send_nothing), waiting)
+            )
+
+    assert got == ["a", "b"]
