@@ -549,18 +549,23 @@ async def test_what_waits_for_the_engine_goes_before_the_close() -> None:
 
     async def send_slowly(message: str | bytes) -> None:
         await ready.wait()
+        for _ in range(10):  # turns of the loop, in which the close is noticed
+            await asyncio.sleep(0)
         got.append(message)
 
     async def send_nothing(message: Any) -> None:
         raise AssertionError
 
     scope = {"path": "/", "query_string": b"", "headers": (), "subprotocols": ()}
-    waiting = _Waiting(send_slowly)
-    with pytest.raises(ExceptionGroup):
+    client = ClientSocket(scope, receive_next, send_nothing)
+
+    async def relay() -> None:
+        waiting = _Waiting(send_slowly)
         async with asyncio.TaskGroup() as group:
             group.create_task(waiting.run())
-            group.create_task(
-                _pass_to_engine(ClientSocket(scope, receive_next, send_nothing), waiting)
-            )
+            group.create_task(_pass_to_engine(client, waiting))
+
+    with pytest.raises(ExceptionGroup):
+        await relay()
 
     assert got == ["a", "b"]
