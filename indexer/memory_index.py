@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, lcm
+from typing import Final
 
 from indexer.core.block_tree import TIERS
 from indexer.core.index import (
@@ -87,6 +88,8 @@ class _Life:
 
 class MemoryIndex:
     """A `BlockIndex` for one process. Nothing here awaits, so each call is atomic."""
+
+    never_waits: Final = True
 
     def __init__(self) -> None:
         self._lives: dict[RankId, _Life] = {}

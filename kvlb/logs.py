@@ -2,13 +2,11 @@
 
 import logging
 import sys
+from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import structlog
-
-
-def _to_json(event: object, **_options: object) -> bytes:
-    return msgspec.json.encode(event, enc_hook=repr)
 
 
 def configure_logs(level: int = logging.INFO) -> None:
@@ -36,9 +34,13 @@ def _for_people() -> list[structlog.typing.Processor]:
 
 
 def _for_machines() -> list[structlog.typing.Processor]:
-    return [
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
-        structlog.processors.JSONRenderer(serializer=_to_json),
-    ]
+    return [_to_line]
+
+
+def _to_line(logger: Any, method: str, event: structlog.typing.EventDict) -> bytes:
+    """Everything at once: a line is written for every request."""
+    event = structlog.processors.add_log_level(logger, method, event)
+    event["timestamp"] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+    if "exc_info" in event:
+        event = structlog.processors.format_exc_info(logger, method, event)
+    return msgspec.json.encode(event, enc_hook=repr)

@@ -46,6 +46,14 @@ class PromptLimits:
 
 def find_model_tokens(fleet: Fleet, model: str) -> int | None:
     """The longest context of `model` in the fleet; None unless every instance tells its own."""
+    asked = ("context", model)
+    if asked not in fleet.found:
+        fleet.found[asked] = _find_model_tokens(fleet, model)
+    found: int | None = fleet.found[asked]
+    return found
+
+
+def _find_model_tokens(fleet: Fleet, model: str) -> int | None:
     told = [_context_tokens(each.models) for each in fleet.serving(model) if each.models]
     known = [tokens for tokens in told if tokens is not None]
     return max(known) if known and len(known) == len(told) else None

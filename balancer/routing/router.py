@@ -132,6 +132,7 @@ class Router:
     ) -> None:
         """`on_lookup` is told the outcome (ok, timeout, failed, skipped) and its seconds."""
         self._index = index
+        self._never_waits: bool = getattr(index, "never_waits", False)
         self._ledger = ledger
         self._policy = policy
         self._settings = settings
@@ -320,8 +321,7 @@ class Router:
         answers: tuple[Mapping[RankId, PrefixMatch], ...] = ()
         outcome = "ok"
         try:
-            async with asyncio.timeout(self._settings.lookup_timeout_s):
-                answers = await self._match_each(prompts)
+            answers = await self._match_in_time(prompts)
             self.lookup_problem = None
         except TimeoutError:
             outcome = "timeout"
@@ -331,6 +331,14 @@ class Router:
             self.note_failure(error)
         self._count_lookup(outcome, self._clock() - started_s)
         return answers, outcome
+
+    async def _match_in_time(
+        self, prompts: tuple[Prompt, ...]
+    ) -> tuple[Mapping[RankId, PrefixMatch], ...]:
+        if self._never_waits and len(prompts) == 1:
+            return (await self._index.match(prompts[0]),)
+        async with asyncio.timeout(self._settings.lookup_timeout_s):
+            return await self._match_each(prompts)
 
     async def _match_each(
         self, prompts: tuple[Prompt, ...]

@@ -172,7 +172,11 @@ class IndexSize:
 
 
 class PrefixLookup(Protocol):
-    """The side of an index that a balancer needs."""
+    """The side of an index that a balancer needs.
+
+    One whose `match` answers without waiting may say so by an attribute `never_waits` that is true:
+    no deadline is put around it then.
+    """
 
     async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
         """Overlap of `prompt` with every rank of its model that an epoch was opened for.
