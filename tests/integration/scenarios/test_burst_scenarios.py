@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from balancer.server import BACKLOG, listen
 
 BURST = 512
@@ -30,6 +32,7 @@ async def stream_once(port: int, number: int, opened: asyncio.Barrier) -> str:
         writer.transport.abort()
 
 
+@pytest.mark.timeout(180)
 async def test_512_streams_opened_at_once_are_all_served(
     kvlb_up: Any, engines_up: Any, describe: Callable[..., dict[str, Any]]
 ) -> None:
@@ -42,7 +45,7 @@ async def test_512_streams_opened_at_once_are_all_served(
         port = urlsplit(kvlb.url).port
         assert port is not None
         opened = asyncio.Barrier(BURST)
-        async with asyncio.timeout(50), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(150), asyncio.TaskGroup() as group:
             streams = [
                 group.create_task(stream_once(port, number, opened)) for number in range(BURST)
             ]
