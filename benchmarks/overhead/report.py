@@ -71,9 +71,13 @@ class Results:
     ) -> float:
         if base not in self.names:
             return nan
-        return median(
-            figure(self, name, cell, each) / figure(self, base, cell, each) for each in self.rounds
-        )
+        # Where noise makes the other one's cost nothing, a ratio says nothing.
+        ratios = [
+            figure(self, name, cell, each) / theirs
+            for each in self.rounds
+            if (theirs := figure(self, base, cell, each)) > 0
+        ]
+        return median(ratios) if ratios else nan
 
     def failed(self, name: str, cells: Sequence[Cell]) -> int:
         return sum(
@@ -289,6 +293,8 @@ def _verdict(results: Results, goal: Goal) -> list[str]:
         return [goal.what, "-", f"{goal.limit} x", "not measured"]
     ratio = results.ratio(goal.figure, goal.mine, goal.theirs, goal.cell)
     verdict = "missed"
+    if ratio != ratio:  # noqa: PLR0124 - NaN is not itself
+        return [goal.what, "-", f"{goal.limit} x", "lost in noise"]
     if ratio <= goal.limit:
         verdict = "met"
     elif ratio <= goal.limit * ACCOUNTED:
