@@ -122,7 +122,9 @@ def gist(told: Any) -> Any:
         kind = (each.get("type") or each.get("object"), sorted(each))
         if not kinds or kinds[-1] != kind:
             kinds.append(kind)
-    return {"text": "".join(_texts(told)), "kinds": kinds}
+    # Choices of one stream take turns as they like.
+    ordered = sorted(told, key=lambda each: [each["index"] for each in each.get("choices") or ()])
+    return {"text": "".join(_texts(ordered)), "kinds": kinds}
 
 
 def _texts(value: Any, name: str = "") -> Iterator[str]:

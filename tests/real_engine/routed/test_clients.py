@@ -65,4 +65,7 @@ def test_result_is_the_same_through_kvlb(
 
     if group.startswith("unknown"):
         expected, got = map(client_calls.without_own_words, (expected, got))
+        message = expected["body"]["message"]
+        # The newest engines tell which names they have; a fleet may have many.
+        expected["body"]["message"] = message.removesuffix(" Valid aliases: sim.")
     assert got == expected
