@@ -45,7 +45,7 @@ contracts: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(BIN)/coverage run -m pytest -m "not e2e and not engine"
+	$(BIN)/python -m pytest -m "not e2e and not engine" --numprocesses 2 --dist worksteal --cov --cov-report=
 	$(BIN)/coverage report --include='balancer/core/*,balancer/connectors/*,indexer/core/*,kvlb/doctor/core/*,simulator/core/*' --fail-under=100
 	$(BIN)/coverage report --fail-under=90 --skip-covered
 
