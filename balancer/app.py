@@ -11,15 +11,15 @@ from prometheus_client import CollectorRegistry
 from balancer.asgi import App
 from balancer.config import BalancerConfig, reloaded
 from balancer.connectors.available import connector_conflicts, connectors
-from balancer.core.cors import Cors
 from balancer.core.decision_log import DecisionLog
-from balancer.core.encoded_items import EncodedItems
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.fleet_view import RankFacts
-from balancer.core.full_reports import FullReports
-from balancer.core.policies import Policy
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.fleet.transfer_facts import Inquiry
+from balancer.core.fleet.view import RankFacts
+from balancer.core.http.cors import Cors
+from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.record import RequestRecord
-from balancer.core.transfer_facts import Inquiry
+from balancer.core.routing.full_reports import FullReports
+from balancer.core.routing.policies import Policy
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.plane import DataPlane
 from balancer.dataplane.reliability import Reliability

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from balancer.config import BalancerConfig
-from balancer.core.load import LoadLedger
+from balancer.core.load.ledger import LoadLedger
 from balancer.dataplane.cross_origin import Message, Receive, Send
 from balancer.entry import Entry
 from balancer.fleet.control import FleetControl

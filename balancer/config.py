@@ -15,22 +15,22 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from balancer.connectors.available import connector_fault, known_connectors
-from balancer.core.control_settings import (
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.control import (
     AdminSettings,
     InstanceSettings,
     ProbeSettings,
     TokensSettings,
     name_instances,
 )
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.encode_settings import EncodeSettings
-from balancer.core.fleet import Role
-from balancer.core.handler_settings import HandlerSettings
-from balancer.core.registration_settings import RegistrationSettings
-from balancer.core.reliability_settings import ReliabilitySettings
-from balancer.core.routing_settings import PdSettings, RoutingSettings
-from balancer.core.settings_errors import ConfigError, Secret, encode_custom, nearest
-from balancer.core.tracing_settings import TracingSettings
+from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.core.settings.encode import EncodeSettings
+from balancer.core.settings.errors import ConfigError, Secret, encode_custom, nearest
+from balancer.core.settings.handlers import HandlerSettings
+from balancer.core.settings.registration import RegistrationSettings
+from balancer.core.settings.reliability import ReliabilitySettings
+from balancer.core.settings.routing import PdSettings, RoutingSettings
+from balancer.core.settings.tracing import TracingSettings
 from balancer.own_code import load_handler, load_policy
 from balancer.tokens.local import TokenizerLoadError, load_tokenizer
 from indexer.core.addresses import without_loopback_names

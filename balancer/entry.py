@@ -7,8 +7,8 @@ the operator has named them, and never what operators may.
 
 import asyncio
 
-from balancer.core.cors import Cors
-from balancer.core.engine_paths import methods_of
+from balancer.core.http.cors import Cors
+from balancer.core.http.engine_paths import methods_of
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.cross_origin import Application, CrossOrigin, Message, Receive, Send
 from balancer.dataplane.exchange import AsgiExchange, Exchange

@@ -1,13 +1,13 @@
-"""Who may ask the balancer's own routes: this machine (`balancer/core/local_clients.py`), or who has the key."""
+"""Who may ask the balancer's own routes: this machine (`balancer/core/http/local_clients.py`), or who has the key."""
 
 import secrets
 from collections.abc import Awaitable, Callable
 
 from fastapi import Request
 
-from balancer.core.control_settings import AdminSettings
 from balancer.core.errors import ForbiddenError, UnauthorizedError
-from balancer.core.local_clients import is_local_client
+from balancer.core.http.local_clients import is_local_client
+from balancer.core.settings.control import AdminSettings
 
 Check = Callable[[Request], Awaitable[None]]
 

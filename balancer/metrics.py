@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from balancer.core.fleet import Fleet
+from balancer.core.fleet.snapshot import Fleet
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.routing.pd_metrics import PdMetrics
 from balancer.series import Counter, CounterSeries, Histogram, HistogramSeries

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from balancer.core.errors import BalancerError
-from balancer.core.http_headers import Headers
+from balancer.core.http.headers import Headers
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.tracing import Fact, Step
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from balancer.core.handlers import CompletionHandler
-from balancer.core.own_policy import OwnPolicy
-from balancer.core.policies import Policy, named_policy
-from balancer.core.routing_settings import PolicyName
-from balancer.core.settings_errors import ConfigError, nearest
+from balancer.core.routing.own_policy import OwnPolicy
+from balancer.core.routing.policies import Policy, named_policy
+from balancer.core.settings.errors import ConfigError, nearest
+from balancer.core.settings.routing import PolicyName
 
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 

@@ -1,7 +1,7 @@
 """The FastAPI application: what isn't proxied. Model list, health, metrics, status, explain.
 
 `/status` and `/explain` tell addresses and what others asked, so they are open on this machine
-only (`balancer/core/local_clients.py`), and with the admin key from elsewhere. The other routes are for everybody.
+only (`balancer/core/http/local_clients.py`), and with the admin key from elsewhere. The other routes are for everybody.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,6 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from balancer.core.control_settings import AdminSettings
-from balancer.core.encoded_items import EncodedItems
 from balancer.core.errors import (
     BadRequestError,
     BalancerError,
@@ -27,20 +25,22 @@ from balancer.core.errors import (
     ModelNotFoundError,
     PathNotFoundError,
 )
-from balancer.core.explain import explain_encode, render_plan
-from balancer.core.fleet import Fleet
-from balancer.core.fleet_view import (
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.fleet.view import (
     RankFacts,
     example_status,
     merge_models,
     readiness,
     render_instance,
 )
-from balancer.core.generate import read_generate
-from balancer.core.load import LoadLedger
-from balancer.core.openai_errors import render_error
+from balancer.core.http.generate import read_generate
+from balancer.core.http.openai_errors import render_error
+from balancer.core.http.rewrite import decode_body, encode_body
+from balancer.core.load.ledger import LoadLedger
+from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.request import Endpoint, GenerateRequest
-from balancer.core.rewrite import decode_body, encode_body
+from balancer.core.routing.explain import explain_encode, render_plan
+from balancer.core.settings.control import AdminSettings
 from balancer.guards import guard
 from balancer.routing.router import Router
 from balancer.siblings import Views

@@ -14,10 +14,10 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balancer.core.load import LoadLedger
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.peers import PeerNews
-from balancer.core.shared_ledger import SharedLedger
+from balancer.core.load.ledger import LoadLedger
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.load.peers import PeerNews
+from balancer.core.load.shared_ledger import SharedLedger
 from balancer.siblings import Alone, Siblings
 from balancer.surroundings import TimeAndChance
 from indexer.core.throttle import Throttle

@@ -13,7 +13,7 @@ Rules:
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from balancer.core.http_headers import Headers
+from balancer.core.http.headers import Headers
 from balancer.core.record import LegRecord, RequestRecord
 
 Fact = str | bool | int | float

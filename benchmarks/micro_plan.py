@@ -10,15 +10,15 @@ import random
 from statistics import median
 from time import perf_counter
 
-from balancer.core.candidates import CandidateSource, PromptMatches
-from balancer.core.cost import RequestShape
-from balancer.core.fleet import Instance, Role
-from balancer.core.load import LegWork
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.planner import Planner
-from balancer.core.policies import LeastCost, seeded_draw
-from balancer.core.prefill_policy import SplitFacts
-from balancer.core.routing_settings import PdSettings
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.load.ledger import LegWork
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.routing.candidates import CandidateSource, PromptMatches
+from balancer.core.routing.cost import RequestShape
+from balancer.core.routing.planner import Planner
+from balancer.core.routing.policies import LeastCost, seeded_draw
+from balancer.core.routing.prefill_policy import SplitFacts
+from balancer.core.settings.routing import PdSettings
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels

@@ -1,7 +1,7 @@
 """Messages between balancers through Redis: one bounded stream, read by everybody with a waiting read.
 
 Messages are of use for seconds only. So the stream is short, leaves Redis when nobody writes to it, and
-is read from its present end; who has missed something asks for it (`balancer.core.peers`).
+is read from its present end; who has missed something asks for it (`balancer.core.load.peers`).
 """
 
 import asyncio

@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from balancer.app import create_app
 from balancer.asgi import App
-from balancer.core.fleet_view import RankFacts
-from balancer.core.settings_errors import ConfigError
+from balancer.core.fleet.view import RankFacts
+from balancer.core.settings.errors import ConfigError
 from balancer.fleet.control import FleetLinks
 from balancer.fleet.members import Members
 from balancer.guards import guard

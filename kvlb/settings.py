@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import msgspec
 
 from balancer.config import BalancerConfig, check_config, check_connector
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.fleet import Role
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.errors import ConfigError, decode_settings
 from indexer.config import Direction, IndexerConfig, InstanceSource
 from indexer.core.endpoints import (
     EndpointError,

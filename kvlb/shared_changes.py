@@ -1,6 +1,6 @@
 """Run-time changes of the fleet in Redis: what one balancer is told, all of them and the indexer know.
 
-One hash, one field per change (`balancer.core.changes`), read whole once a second: it holds no more
+One hash, one field per change (`balancer.core.fleet.changes`), read whole once a second: it holds no more
 than operators and registering engines put there.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from balancer.core.changes import ChangesUnavailableError, Values
+from balancer.core.fleet.changes import ChangesUnavailableError, Values
 from balancer.fleet.members import ChangeStore
 from indexer.core.index import BlockIndexError
 from indexer.redis_index.connection import RedisConnection

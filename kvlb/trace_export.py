@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from balancer.core.tracing_settings import TracingSettings
+from balancer.core.settings.tracing import TracingSettings
 from balancer.tracing import NoTracing, Tracing
 from kvlb.errors import MissingExtraError
 

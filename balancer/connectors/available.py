@@ -16,9 +16,9 @@ from balancer.connectors.nixl_push import NixlPushConnector
 from balancer.connectors.none import NoConnector
 from balancer.connectors.offloading import OffloadingConnector
 from balancer.connectors.p2p_nccl import P2pNcclConnector
-from balancer.core.fleet import Instance, Role
-from balancer.core.settings_errors import nearest
-from balancer.core.transfer_settings import ChildSettings
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.settings.errors import nearest
+from balancer.core.settings.transfer import ChildSettings
 
 
 def connectors() -> dict[str, Connector]:

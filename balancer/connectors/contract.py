@@ -10,7 +10,7 @@ Rules:
    attempt where engines find each other by it. A second attempt is another one, so that it can't
    be taken for the first.
 4. If one leg dies the other is cancelled; the caller sees to it, for every connector.
-5. What a leg can't be written without (`core.transfer_facts`, `core.transfer_settings`) and isn't
+5. What a leg can't be written without (`core.fleet.transfer_facts`, `core.settings.transfer`) and isn't
    there fails the prefill leg with a NoTransferError that names the instance and the setting.
 """
 
@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from balancer.core.errors import EngineError
-from balancer.core.fleet import Instance
-from balancer.core.transfer_facts import Inquiry
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.fleet.transfer_facts import Inquiry
 
 Style = Literal["serial", "concurrent"]
 

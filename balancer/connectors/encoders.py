@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from balancer.connectors.contract import NoTransferError
-from balancer.core.fleet import Instance
-from balancer.core.media_items import PROCESSING_FIELDS
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.prompt.media_items import PROCESSING_FIELDS
 
 PARAMS: Final = "ec_transfer_params"
 PASSED_FIELDS = ("model", *PROCESSING_FIELDS, "priority", "session_id", "cache_salt")

@@ -17,8 +17,8 @@ from balancer.connectors.contract import (
     LegRequest,
     NoTransferError,
 )
-from balancer.core.fleet import Instance
-from balancer.core.prefill_rewrite import prefill_body
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.http.prefill_rewrite import prefill_body
 
 
 class ExampleConnector(Connector):

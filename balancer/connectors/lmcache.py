@@ -18,8 +18,8 @@ from balancer.connectors.contract import (
     settings_of,
     with_params,
 )
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_settings import LmcacheSettings
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import LmcacheSettings
 
 
 class LmcacheConnector(Connector):

@@ -24,10 +24,10 @@ from balancer.connectors.contract import (
     settings_of,
     with_params,
 )
-from balancer.core.fleet import Instance, Role
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_facts import Inquiry, TransferFacts
-from balancer.core.transfer_settings import MooncakeSettings
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import MooncakeSettings
 
 
 class MooncakeConnector(Connector):

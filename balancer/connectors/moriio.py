@@ -27,10 +27,10 @@ from balancer.connectors.contract import (
     with_params,
 )
 from balancer.connectors.p2p_nccl import addressed_id
-from balancer.core.fleet import Instance
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_facts import TransferMode
-from balancer.core.transfer_settings import MoriioSettings
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.fleet.transfer_facts import TransferMode
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import MoriioSettings
 
 PREFIX = "tx"
 

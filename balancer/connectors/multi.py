@@ -22,9 +22,9 @@ from balancer.connectors.contract import (
     settings_of,
     with_params,
 )
-from balancer.core.fleet import Instance
-from balancer.core.transfer_facts import Inquiry
-from balancer.core.transfer_settings import ChildSettings
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.fleet.transfer_facts import Inquiry
+from balancer.core.settings.transfer import ChildSettings
 
 PARAMS = "kv_transfer_params"
 

@@ -9,7 +9,7 @@ Bidirectional (0.21 and later, `transfer.bidirectional` on both sides): a decode
 answer of a turn carries `do_remote_decode` and where *its* blocks lie. In the next turn of the
 conversation they go to the prefill engine, which reads them instead of computing them again. What
 is known of a conversation, and that it is the beginning of this prompt, is the caller's business
-(`core.conversations`).
+(`core.routing.conversations`).
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from balancer.connectors.contract import (
     settings_of,
     with_params,
 )
-from balancer.core.fleet import Instance
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_settings import NixlSettings
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import NixlSettings
 
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,

@@ -25,10 +25,10 @@ from balancer.connectors.contract import (
     with_params,
 )
 from balancer.connectors.nixl import KEYS, PREFILL_PARAMS
-from balancer.core.fleet import Instance, Role
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_facts import Inquiry, TransferFacts
-from balancer.core.transfer_settings import NixlPushSettings
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import NixlPushSettings
 
 USUAL_PORT = 5600
 SERVER_INFO = "/server_info?config_format=json"

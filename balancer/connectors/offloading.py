@@ -18,9 +18,9 @@ from balancer.connectors.contract import (
     settings_of,
     with_params,
 )
-from balancer.core.fleet import Instance
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_settings import OffloadingSettings
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import OffloadingSettings
 
 
 class OffloadingConnector(Connector):

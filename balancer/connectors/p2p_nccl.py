@@ -20,9 +20,9 @@ from balancer.connectors.contract import (
     NoTransferError,
     settings_of,
 )
-from balancer.core.fleet import Instance
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_settings import P2pNcclSettings
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import P2pNcclSettings
 
 
 class P2pNcclConnector(Connector):

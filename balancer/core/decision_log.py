@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from balancer.core.explain import explain_choice
-from balancer.core.judgement import judge_record
-from balancer.core.plan import RoutePlan
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
+from balancer.core.routing.explain import explain_choice
+from balancer.core.routing.judgement import judge_record
+from balancer.core.routing.plan import RoutePlan
 
 
 class TimedDecision(msgspec.Struct, frozen=True, array_like=True):

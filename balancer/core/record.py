@@ -6,8 +6,8 @@ log line of the request. Times are seconds of the process's monotonic clock.
 
 from dataclasses import dataclass, field
 
-from balancer.core.plan import RoutePlan
-from balancer.core.standings import Attempt
+from balancer.core.reliability.standings import Attempt
+from balancer.core.routing.plan import RoutePlan
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Rules:
 
 1. Status, end-to-end headers and body pass unchanged; ours are added (`x-kvlb-*`). After a prefill
-   leg one value of `usage` is that leg's (`core.usage_splice`).
+   leg one value of `usage` is that leg's (`core.http.usage_splice`).
 2. An event stream passes event by event, anything else as it comes. What isn't a stream is held
    until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502. A larger one
    passes as it comes, and its usage stays unknown; so does whatever the engine has encoded.
@@ -14,16 +14,16 @@ Rules:
 from collections.abc import Callable
 from typing import Final
 
-from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import BalancerError, EngineError, EngineRefusedError, StreamCutError
-from balancer.core.fleet import Role
-from balancer.core.http_headers import Headers, drop_header, find_header, pass_answer_headers
-from balancer.core.openai_errors import render_error_event
-from balancer.core.plan import RoutePlan
+from balancer.core.fleet.snapshot import Role
+from balancer.core.http.headers import Headers, drop_header, find_header, pass_answer_headers
+from balancer.core.http.openai_errors import render_error_event
+from balancer.core.http.sse import SseReader
+from balancer.core.http.usage import Usage, decode_head, read_usage
+from balancer.core.http.usage_splice import with_details
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
-from balancer.core.sse import SseReader
-from balancer.core.usage import Usage, decode_head, read_usage
-from balancer.core.usage_splice import with_details
+from balancer.core.routing.plan import RoutePlan
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.beginnings import is_event_stream
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange

@@ -25,9 +25,9 @@ from balancer.core.errors import (
     LeaseEndedError,
     StreamCutError,
 )
-from balancer.core.http_headers import Headers, find_header
+from balancer.core.http.headers import Headers, find_header
+from balancer.core.http.stream_beginning import StreamError, read_beginning
 from balancer.core.record import LegRecord
-from balancer.core.stream_beginning import StreamError, read_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 
 MAX_ERROR_BYTES: Final = 16 * 1024 * 1024

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from balancer.core.errors import ClientGoneError
-from balancer.core.http_headers import Headers
+from balancer.core.http.headers import Headers
 from balancer.dataplane.exchange import Message
 
 NO_CODE: Final = 1005

@@ -19,7 +19,6 @@ from typing import Final, cast
 
 import httptools
 
-from balancer.core.body import Body, pieces, size_bytes, whole
 from balancer.core.errors import (
     EngineClosedError,
     EngineError,
@@ -28,6 +27,7 @@ from balancer.core.errors import (
     EngineTimeoutError,
     StreamCutError,
 )
+from balancer.core.http.body import Body, pieces, size_bytes, whole
 
 _MAX_BUFFERED_BYTES: Final = 256 * 1024
 _MAX_HEADER_BYTES: Final = 256 * 1024

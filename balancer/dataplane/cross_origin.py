@@ -1,12 +1,12 @@
 """Answers browsers' preflights and adds CORS headers to whatever an application answers.
 
-Plain ASGI around another application. What is allowed is decided in `core.cors`.
+Plain ASGI around another application. What is allowed is decided in `core.http.cors`.
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from balancer.core.cors import Cors
+from balancer.core.http.cors import Cors
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -31,8 +31,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
-from balancer.core.body import PiecedBody
 from balancer.core.errors import BodyTooLargeError, ClientGoneError
+from balancer.core.http.body import PiecedBody
 from balancer.dataplane.exchange import Exchange, refuse_large
 from balancer.dataplane.server_protocols import ExactHttp
 

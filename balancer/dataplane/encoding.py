@@ -27,7 +27,6 @@ from balancer.connectors.encoders import (
     EncoderConnector,
     Encoding,
 )
-from balancer.core.encoded_items import EncodedItems, EncoderChoice
 from balancer.core.errors import (
     BalancerError,
     EncodeFailedError,
@@ -35,13 +34,14 @@ from balancer.core.errors import (
     EngineRefusedError,
     EngineTimeoutError,
 )
-from balancer.core.fleet import Instance, Role
-from balancer.core.load import LegWork, LoadLedger
-from balancer.core.media_items import MediaItem, media_items
-from balancer.core.plan import Candidate, RoutePlan
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.http.rewrite import encode_body, splice_field, with_usage
+from balancer.core.http.usage import prefill_fault
+from balancer.core.load.ledger import LegWork, LoadLedger
+from balancer.core.prompt.encoded_items import EncodedItems, EncoderChoice
+from balancer.core.prompt.media_items import MediaItem, media_items
 from balancer.core.record import EncodeRecord, LegRecord
-from balancer.core.rewrite import encode_body, splice_field, with_usage
-from balancer.core.usage import prefill_fault
+from balancer.core.routing.plan import Candidate, RoutePlan
 from balancer.dataplane.beginnings import check_status
 from balancer.dataplane.jobs import Job
 from balancer.dataplane.leg_sender import LegSender

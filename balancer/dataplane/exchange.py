@@ -8,14 +8,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from balancer.core.body import PiecedBody
 from balancer.core.errors import (
     BadRequestError,
     BalancerError,
     BodyTooLargeError,
     ClientGoneError,
 )
-from balancer.core.http_headers import find_header
+from balancer.core.http.body import PiecedBody
+from balancer.core.http.headers import find_header
 
 Message = MutableMapping[str, Any]
 

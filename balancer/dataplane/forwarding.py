@@ -2,7 +2,7 @@
 
 Rules:
 
-1. The body passes untouched, whatever it is (`core.forwarded` says what little is read of it).
+1. The body passes untouched, whatever it is (`core.http.forwarded` says what little is read of it).
 2. One retry elsewhere, as for generated answers: only while nothing has been answered. An instance
    that doesn't have the path is followed by another without one; the last one's words are the
    answer.
@@ -15,22 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from balancer.core.body import PiecedBody
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.engine_paths import EnginePath
 from balancer.core.errors import (
     EngineError,
     EngineRefusedError,
     NoInstanceError,
     ResponseNotFoundError,
 )
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.forwarded import ReadBody, read_body
-from balancer.core.http_headers import Headers, drop_header, find_header
-from balancer.core.lacking import may_lack, says_lacking
-from balancer.core.load import LegGuard
+from balancer.core.fleet.lacking import may_lack, says_lacking
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.http.body import PiecedBody
+from balancer.core.http.engine_paths import EnginePath
+from balancer.core.http.forwarded import ReadBody, read_body
+from balancer.core.http.headers import Headers, drop_header, find_header
+from balancer.core.http.stored_responses import ResponseIdReader, StoredResponses
+from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.stored_responses import ResponseIdReader, StoredResponses
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.answers import AnswerPasser
 from balancer.dataplane.beginnings import MAX_ERROR_BYTES, is_event_stream
 from balancer.dataplane.connection import UpstreamAnswer

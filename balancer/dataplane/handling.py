@@ -9,9 +9,7 @@ import msgspec
 import structlog
 
 from balancer.core.errors import BalancerError
-from balancer.core.fleet import Fleet
-from balancer.core.generate import read_generate
-from balancer.core.handler_settings import HandlerSettings
+from balancer.core.fleet.snapshot import Fleet
 from balancer.core.handlers import (
     Amend,
     CompletionHandler,
@@ -23,8 +21,10 @@ from balancer.core.handlers import (
     amended_headers,
     seen,
 )
+from balancer.core.http.generate import read_generate
+from balancer.core.http.rewrite import encode_body
 from balancer.core.request import Endpoint, GenerateRequest
-from balancer.core.rewrite import encode_body
+from balancer.core.settings.handlers import HandlerSettings
 from balancer.own_code import load_handler
 
 _logger = structlog.stdlib.get_logger(__name__)

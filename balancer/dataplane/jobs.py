@@ -20,23 +20,23 @@ from balancer.connectors.contract import (
     PullContext,
     settings_of,
 )
-from balancer.core.conversations import (
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.http.headers import Headers
+from balancer.core.http.rewrite import encode_body, with_usage
+from balancer.core.http.usage import prefill_fault, read_usage
+from balancer.core.http.usage_splice import render_details
+from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.routing.conversations import (
     Conversations,
     LastTurn,
     read_answered,
     remember,
     usable_params,
 )
-from balancer.core.fleet import Fleet
-from balancer.core.full_reports import SESSION_HEADER, with_full_report
-from balancer.core.http_headers import Headers
-from balancer.core.plan import Candidate, RoutePlan
-from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.request import GenerateRequest, PromptView
-from balancer.core.rewrite import encode_body, with_usage
-from balancer.core.transfer_settings import NixlSettings
-from balancer.core.usage import prefill_fault, read_usage
-from balancer.core.usage_splice import render_details
+from balancer.core.routing.full_reports import SESSION_HEADER, with_full_report
+from balancer.core.routing.plan import Candidate, RoutePlan
+from balancer.core.settings.transfer import NixlSettings
 from indexer.core.types import Trust
 
 

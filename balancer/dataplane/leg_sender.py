@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from balancer.core.body import Body
 from balancer.core.errors import (
     BalancerError,
     EngineError,
     EngineRefusedError,
     HandOverFailedError,
 )
-from balancer.core.fleet import Instance
-from balancer.core.http_headers import Headers, drop_header
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.http.body import Body
+from balancer.core.http.headers import Headers, drop_header
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.reliability import Reliability

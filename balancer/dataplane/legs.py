@@ -5,8 +5,8 @@ Rules:
 1. Nothing goes to the client before the answering engine's first token is here, so a failure up
    to then still has its right status, or another instance.
 2. Another instance is tried for errors that say so (`retryable`), at most `retries` times, and only
-   while all requests together don't retry too much (`core.retry_budget`). Who isn't asked again is
-   said by `core.suspects`; each further attempt sees the fleet as it is then.
+   while all requests together don't retry too much (`core.reliability.retry_budget`). Who isn't asked again is
+   said by `core.reliability.suspects`; each further attempt sees the fleet as it is then.
 3. A decode leg that would be on its way only after the prefill engine's lease isn't sent, nor one
    that an engine may have begun already: both legs run again. Nobody is blamed.
 4. A failed prefill leg is repeated on another prefill instance as long as the router offers one,
@@ -21,8 +21,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from balancer.connectors.contract import Connector, LegContext, NoTransferError
-from balancer.core.conversations import Conversations
-from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.errors import (
     BalancerError,
     EngineError,
@@ -30,10 +28,12 @@ from balancer.core.errors import (
     FleetError,
     LeaseEndedError,
 )
-from balancer.core.fleet import Fleet
-from balancer.core.full_reports import FullReports
-from balancer.core.plan import RoutePlan
-from balancer.core.suspects import Suspects
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.reliability.suspects import Suspects
+from balancer.core.routing.conversations import Conversations
+from balancer.core.routing.full_reports import FullReports
+from balancer.core.routing.plan import RoutePlan
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.encoding import EncodeMeans, Media
 from balancer.dataplane.jobs import (
     Job,

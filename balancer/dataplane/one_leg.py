@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from balancer.connectors.contract import Connector, LegContext, LegRequest
-from balancer.core.conversations import Conversations
 from balancer.core.errors import (
     BalancerError,
     EngineError,
 )
-from balancer.core.forecast import Forecast
-from balancer.core.full_reports import FullReports
-from balancer.core.http_headers import Headers
-from balancer.core.load import LegGuard
-from balancer.core.plan import Candidate, RoutePlan
+from balancer.core.http.headers import Headers
+from balancer.core.http.rewrite import encode_body
+from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord
-from balancer.core.rewrite import encode_body
+from balancer.core.routing.conversations import Conversations
+from balancer.core.routing.forecast import Forecast
+from balancer.core.routing.full_reports import FullReports
+from balancer.core.routing.plan import Candidate, RoutePlan
 from balancer.dataplane.beginnings import Readiness, check_status, good_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.jobs import (

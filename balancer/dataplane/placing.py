@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from balancer.core.errors import NoInstanceError
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.http_headers import Headers
-from balancer.core.lacking import LackingPaths
-from balancer.core.load import LegGuard, LegWork, LoadLedger
-from balancer.core.model_lookup import find_model
+from balancer.core.fleet.lacking import LackingPaths
+from balancer.core.fleet.model_lookup import find_model
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.http.headers import Headers
+from balancer.core.load.ledger import LegGuard, LegWork, LoadLedger
 from balancer.core.record import RequestRecord
-from balancer.core.vetting import Vetting
+from balancer.core.reliability.vetting import Vetting
 from indexer.core.types import RankId
 
 

@@ -19,22 +19,18 @@ import structlog
 
 from balancer.connectors.contract import Connector
 from balancer.connectors.encoders import encoder_connectors
-from balancer.core.body import whole
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.encode_settings import EncodeSettings
-from balancer.core.encoded_items import EncodedItems
-from balancer.core.engine_paths import PathUse, belongs_to_engines, find_path
 from balancer.core.errors import (
     BalancerError,
     ClientGoneError,
     EngineRefusedError,
     FleetError,
 )
-from balancer.core.fleet import Fleet
-from balancer.core.full_reports import FullReports
-from balancer.core.generate import read_generate
+from balancer.core.fleet.snapshot import Fleet
 from balancer.core.handlers import Reply, amended_headers
-from balancer.core.http_headers import (
+from balancer.core.http.body import whole
+from balancer.core.http.engine_paths import PathUse, belongs_to_engines, find_path
+from balancer.core.http.generate import read_generate
+from balancer.core.http.headers import (
     Headers,
     clean_request_id,
     drop_header,
@@ -42,13 +38,17 @@ from balancer.core.http_headers import (
     pass_answer_headers,
     pass_request_headers,
 )
-from balancer.core.load import LoadLedger
-from balancer.core.openai_errors import render_error
+from balancer.core.http.openai_errors import render_error
+from balancer.core.http.rewrite import splice_usage, wants_usage
+from balancer.core.http.session_close import INTERNAL_ERROR, SERVICE_RESTART
+from balancer.core.load.ledger import LoadLedger
+from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.record import RequestRecord
-from balancer.core.reliability_settings import ReliabilitySettings
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.rewrite import splice_usage, wants_usage
-from balancer.core.session_close import INTERNAL_ERROR, SERVICE_RESTART
+from balancer.core.routing.full_reports import FullReports
+from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.core.settings.encode import EncodeSettings
+from balancer.core.settings.reliability import ReliabilitySettings
 from balancer.dataplane.answers import AnswerPasser
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.encoding import EncodeMeans

@@ -23,8 +23,6 @@ from urllib.parse import parse_qs
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.engine_paths import is_session
 from balancer.core.errors import (
     ClientGoneError,
     ConnectTimeoutError,
@@ -36,11 +34,13 @@ from balancer.core.errors import (
     PathNotFoundError,
     StreamCutError,
 )
-from balancer.core.fleet import Fleet
-from balancer.core.http_headers import Headers, pass_request_headers
-from balancer.core.lacking import says_lacking
+from balancer.core.fleet.lacking import says_lacking
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.http.engine_paths import is_session
+from balancer.core.http.headers import Headers, pass_request_headers
+from balancer.core.http.session_close import BAD_GATEWAY, GOING_AWAY, is_failure, passed_code
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.session_close import BAD_GATEWAY, GOING_AWAY, is_failure, passed_code
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.client_socket import (
     LOST,
     NO_CODE,

@@ -1,6 +1,6 @@
 """Breakers, comparison and retry budget at work: the clock, the fleet, the log and the metrics.
 
-What is decided is in `balancer.core.standings` and `balancer.core.retry_budget`.
+What is decided is in `balancer.core.reliability.standings` and `balancer.core.reliability.retry_budget`.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balancer.core.breaker import BreakerState, Phase
 from balancer.core.errors import (
     ConnectTimeoutError,
     EngineError,
@@ -20,12 +19,13 @@ from balancer.core.errors import (
     EngineUnreachableError,
     HandOverFailedError,
 )
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.probe_state import AT_ONCE
+from balancer.core.fleet.probe_state import AT_ONCE
+from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.reliability_settings import ReliabilitySettings
-from balancer.core.retry_budget import RetryBudget
-from balancer.core.standings import Outcome, Standings
+from balancer.core.reliability.breaker import BreakerState, Phase
+from balancer.core.reliability.retry_budget import RetryBudget
+from balancer.core.reliability.standings import Outcome, Standings
+from balancer.core.settings.reliability import ReliabilitySettings
 from indexer.core.types import InstanceId, RankId
 
 JUDGE_INTERVAL_S = 1.0

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from balancer.core.body import Body, size_bytes
 from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineUnreachableError
+from balancer.core.http.body import Body, size_bytes
 from balancer.dataplane.connection import Connection, UpstreamAnswer
 
 _STALE_S: Final = 1.0

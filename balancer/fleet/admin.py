@@ -10,9 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from balancer.config import BalancerConfig, checked_key
-from balancer.core.changes import ChangesUnavailableError
 from balancer.core.control_errors import EngineCallError
-from balancer.core.control_settings import InstanceSettings
 from balancer.core.errors import (
     BadRequestError,
     ChangesLostError,
@@ -20,10 +18,12 @@ from balancer.core.errors import (
     MemberNotFoundError,
     MemberRefusedError,
 )
-from balancer.core.fleet import Fleet
-from balancer.core.member_requests import MemberName, read_entry, read_name
-from balancer.core.roster import MAX_RUNTIME_MEMBERS, Member, Origin
-from balancer.core.settings_errors import ConfigError
+from balancer.core.fleet.changes import ChangesUnavailableError
+from balancer.core.fleet.member_requests import MemberName, read_entry, read_name
+from balancer.core.fleet.roster import MAX_RUNTIME_MEMBERS, Member, Origin
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.errors import ConfigError
 from balancer.fleet.members import Members
 from indexer.core.addresses import without_loopback_names
 from indexer.core.model_cards import ServedModels

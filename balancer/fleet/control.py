@@ -13,11 +13,11 @@ from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 
 from balancer.config import BalancerConfig
-from balancer.core.control_settings import AdminSettings
-from balancer.core.fleet import Fleet
-from balancer.core.load import LoadLedger
-from balancer.core.registrations import RegistrationBook
-from balancer.core.roster import Hold
+from balancer.core.fleet.registrations import RegistrationBook
+from balancer.core.fleet.roster import Hold
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.load.ledger import LoadLedger
+from balancer.core.settings.control import AdminSettings
 from balancer.dataplane.upstream import Upstream
 from balancer.fleet.admin import FleetAdmin
 from balancer.fleet.engine_client import EngineClient

@@ -9,14 +9,14 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from balancer.core.cache_config import parse_cache_tokens
 from balancer.core.control_errors import (
     EngineCallError,
     EngineDrainingError,
     TokenizeRefusedError,
 )
-from balancer.core.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
-from balancer.core.transfer_facts import Inquiry, TransferFacts
+from balancer.core.fleet.cache_config import parse_cache_tokens
+from balancer.core.fleet.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
+from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
 

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from balancer.config import BalancerConfig
-from balancer.core.changes import ChangesUnavailableError
 from balancer.core.control_errors import EngineCallError
 from balancer.core.errors import MemberNotFoundError
-from balancer.core.fan_out import Command, CommandResult, shown_body
-from balancer.core.fleet import Fleet, Instance
+from balancer.core.fleet.changes import ChangesUnavailableError
+from balancer.core.fleet.fan_out import Command, CommandResult, shown_body
+from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.fleet.engine_client import EngineClient
 from balancer.fleet.members import Members
 from indexer.core.types import InstanceId

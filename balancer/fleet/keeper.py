@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import structlog
 
 from balancer.core.control_errors import EngineCallError
-from balancer.core.control_settings import InstanceSettings, ProbeSettings
 from balancer.core.errors import HandOverFailedError
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.probe_state import ProbeAnswer, ProbeOutcome, ProbeState, ProbeThresholds
-from balancer.core.transfer_facts import NO_FACTS, Inquiry, Registration, TransferFacts
+from balancer.core.fleet.probe_state import ProbeAnswer, ProbeOutcome, ProbeState, ProbeThresholds
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.fleet.transfer_facts import NO_FACTS, Inquiry, Registration, TransferFacts
+from balancer.core.settings.control import InstanceSettings, ProbeSettings
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 

@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from balancer.config import BalancerConfig
-from balancer.core.roster import Origin
+from balancer.core.fleet.roster import Origin
 from balancer.fleet.members import Members
 from balancer.fleet.registration import RegistrationService
 

@@ -1,6 +1,6 @@
 """Owns the fleet's membership: joins its sources, keeps run-time changes, lets instances finish.
 
-`core.roster` says who is a member; here that is done whenever a source says something else, and
+`core.fleet.roster` says who is a member; here that is done whenever a source says something else, and
 whoever watches and follows instances is told. An instance that leaves gets no new requests and goes
 when nothing runs on it any more.
 
@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from balancer.config import BalancerConfig
-from balancer.core.changes import (
+from balancer.core.fleet.changes import (
     ADDED,
     ASLEEP,
     DRAINED,
@@ -32,9 +32,8 @@ from balancer.core.changes import (
     expired_registrations,
     name_of,
 )
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.registrations import RegistrationBook
-from balancer.core.roster import (
+from balancer.core.fleet.registrations import RegistrationBook
+from balancer.core.fleet.roster import (
     Changes,
     Hold,
     Member,
@@ -43,7 +42,8 @@ from balancer.core.roster import (
     join_members,
     named_otherwise,
 )
-from balancer.core.transfer_facts import Registration
+from balancer.core.fleet.transfer_facts import Registration
+from balancer.core.settings.control import InstanceSettings
 from indexer.core.types import InstanceId
 
 POLL_S = 1.0

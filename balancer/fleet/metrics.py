@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balancer.core.fleet import Fleet, Role
-from balancer.core.load import LoadLedger
+from balancer.core.fleet.snapshot import Fleet, Role
+from balancer.core.load.ledger import LoadLedger
 from indexer.core.types import RankId, Trust
 
 

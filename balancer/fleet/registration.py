@@ -1,4 +1,4 @@
-"""Listens to engines that announce themselves: a ZMQ ROUTER around `core.registrations`.
+"""Listens to engines that announce themselves: a ZMQ ROUTER around `core.fleet.registrations`.
 
 Bytes move here, nothing is decided. What is refused is counted by reason, and logged at most once
 per reason and interval; no message is answered.
@@ -12,12 +12,12 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from balancer.core.registrations import (
+from balancer.core.fleet.registrations import (
     MAX_MESSAGE_BYTES,
     RegistrationBook,
     RegistrationRefusedError,
 )
-from balancer.core.settings_errors import ConfigError
+from balancer.core.settings.errors import ConfigError
 from indexer.core.throttle import Throttle
 
 _LOG_INTERVAL_S = 10.0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from balancer.core.control_errors import EngineCallError
-from balancer.core.full_reports import FullReports
+from balancer.core.routing.full_reports import FullReports
 from balancer.fleet.engine_client import EngineClient
 
 _INTERVAL_S: Final = 1.0

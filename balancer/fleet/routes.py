@@ -12,13 +12,13 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from balancer.config import BalancerConfig
-from balancer.core.control_settings import AdminSettings
 from balancer.core.errors import BadRequestError, BodyTooLargeError
-from balancer.core.fan_out import COMMANDS, Command, overall_status
-from balancer.core.fleet import Fleet
-from balancer.core.fleet_view import unavailable_reason
-from balancer.core.rewrite import decode_body
-from balancer.core.roster import Member
+from balancer.core.fleet.fan_out import COMMANDS, Command, overall_status
+from balancer.core.fleet.roster import Member
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.fleet.view import unavailable_reason
+from balancer.core.http.rewrite import decode_body
+from balancer.core.settings.control import AdminSettings
 from balancer.fleet.admin import FleetAdmin
 from balancer.fleet.fan_out import FanOut
 from balancer.fleet.members import Members

@@ -15,7 +15,7 @@ Cost: every `LOOK_S`, one round trip per base model, 4 µs of a Redis per rank.
 import asyncio
 from collections.abc import Callable
 
-from balancer.core.fleet import Fleet
+from balancer.core.fleet.snapshot import Fleet
 from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixLookup, Prompt

@@ -5,9 +5,9 @@ Seconds are sums over choices in which both ways were open; dividing two of them
 
 from prometheus_client import CollectorRegistry, Counter
 
-from balancer.core.fleet import Role
-from balancer.core.judgement import judge_record
+from balancer.core.fleet.snapshot import Role
 from balancer.core.record import RequestRecord
+from balancer.core.routing.judgement import judge_record
 
 REMOTE, LOCAL = "remote", "local"
 

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 import msgspec
 
 from balancer.connectors.contract import Connector, HandOver
-from balancer.core.candidates import (
+from balancer.core.fleet.snapshot import Role
+from balancer.core.load.ledger import LegWork
+from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.routing.candidates import (
     Pool,
     PromptMatches,
 )
-from balancer.core.cost import RequestShape, uncached_tokens
-from balancer.core.fleet import Role
-from balancer.core.forecast import Forecast, incomparable_reason
-from balancer.core.load import LegWork
-from balancer.core.plan import Choice
-from balancer.core.prefill_policy import SplitFacts, is_splittable
-from balancer.core.request import GenerateRequest, PromptView
-from balancer.core.routing_settings import RoutingSettings
+from balancer.core.routing.cost import RequestShape, uncached_tokens
+from balancer.core.routing.forecast import Forecast, incomparable_reason
+from balancer.core.routing.plan import Choice
+from balancer.core.routing.prefill_policy import SplitFacts, is_splittable
+from balancer.core.settings.routing import RoutingSettings
 from indexer.core.types import InstanceId, RankId, Trust
 
 EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import structlog
 
-from balancer.core.findings import Findings
-from balancer.core.forecast import Forecast, conclude
 from balancer.core.record import LegRecord
+from balancer.core.routing.findings import Findings
+from balancer.core.routing.forecast import Forecast, conclude
 from indexer.core.reports import ReportSink
 
 logger = structlog.stdlib.get_logger(__name__)

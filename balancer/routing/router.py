@@ -21,25 +21,25 @@ import msgspec
 import structlog
 
 from balancer.connectors.contract import Connector
-from balancer.core.candidates import (
+from balancer.core.errors import PrefillFailedError
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.load.ledger import LegGuard, LoadLedger
+from balancer.core.reliability.vetting import NoVetting, Vetting
+from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.routing.candidates import (
     CandidateSource,
     PromptMatches,
     find_pool,
     first_block,
     request_shape,
 )
-from balancer.core.cost import TieBreak
-from balancer.core.errors import PrefillFailedError
-from balancer.core.fleet import Fleet
-from balancer.core.forecast import Forecast
-from balancer.core.known_ranks import KnownRanks
-from balancer.core.load import LegGuard, LoadLedger
-from balancer.core.plan import Choice, RoutePlan
-from balancer.core.planner import Planner
-from balancer.core.policies import Policy, seeded_draw
-from balancer.core.request import GenerateRequest, PromptView
-from balancer.core.routing_settings import PdSettings, RoutingSettings
-from balancer.core.vetting import NoVetting, Vetting
+from balancer.core.routing.cost import TieBreak
+from balancer.core.routing.forecast import Forecast
+from balancer.core.routing.known_ranks import KnownRanks
+from balancer.core.routing.plan import Choice, RoutePlan
+from balancer.core.routing.planner import Planner
+from balancer.core.routing.policies import Policy, seeded_draw
+from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.routing.question import Question
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt

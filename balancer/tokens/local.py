@@ -12,18 +12,18 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from balancer.core.chat_template import (
+from balancer.core.prompt.chat_template import (
     ChatTemplate,
     TemplateBrokenError,
     TemplateRefusedError,
 )
-from balancer.core.media_prefix import (
+from balancer.core.prompt.media_prefix import (
     MIN_CREDITABLE_TOKENS,
     STAND_INS,
     common_prefix,
     with_stand_in,
 )
-from balancer.core.prompt_shape import (
+from balancer.core.prompt.shape import (
     ChatShape,
     TextShape,
     Unscorable,
@@ -31,7 +31,7 @@ from balancer.core.prompt_shape import (
     check_text_length,
     template_inputs,
 )
-from balancer.core.token_cache import Tokens
+from balancer.core.prompt.token_cache import Tokens
 
 OWN_RENDERERS = frozenset({"gpt_oss", "deepseek_v32", "deepseek_v4", "kimi_k3"})
 """Model types whose chats vLLM renders with code, not with a template: ask the engine."""

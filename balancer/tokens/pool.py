@@ -13,8 +13,8 @@ from threading import Lock
 
 import structlog
 
-from balancer.core.prompt_shape import ChatShape, TextShape, Unscorable, UnscorableError
-from balancer.core.token_cache import TokenCache, Tokens
+from balancer.core.prompt.shape import ChatShape, TextShape, Unscorable, UnscorableError
+from balancer.core.prompt.token_cache import TokenCache, Tokens
 from balancer.tokens.local import LocalTokenizer, TokenizerLoadError, load_tokenizer
 
 QUEUED_PER_WORKER = 4

@@ -10,13 +10,11 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from balancer.core.breaker import Breaker
 from balancer.core.control_errors import EngineCallError, TokenizeRefusedError
-from balancer.core.control_settings import TokensSettings
-from balancer.core.fleet import Fleet
-from balancer.core.media_prefix import guess_rest_tokens
-from balancer.core.prompt_limits import PromptLimits, find_model_tokens
-from balancer.core.prompt_shape import (
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.prompt.limits import PromptLimits, find_model_tokens
+from balancer.core.prompt.media_prefix import guess_rest_tokens
+from balancer.core.prompt.shape import (
     ChatShape,
     IdsShape,
     TextShape,
@@ -28,8 +26,10 @@ from balancer.core.prompt_shape import (
     tokenize_bodies,
     truncate_ids,
 )
+from balancer.core.prompt.token_cache import Tokens
+from balancer.core.reliability.breaker import Breaker
 from balancer.core.request import GenerateRequest, PromptView
-from balancer.core.token_cache import Tokens
+from balancer.core.settings.control import TokensSettings
 from balancer.tokens.pool import TokenPool
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt

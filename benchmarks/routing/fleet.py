@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.policies import named_policy
-from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.routing.policies import named_policy
+from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.routing.router import Router
 from benchmarks.routing.traces import MODEL
 from benchmarks.routing.virtual_time import VirtualClock, VirtualRank

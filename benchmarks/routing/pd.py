@@ -20,8 +20,8 @@ from itertools import product
 from math import exp, log, sqrt
 from statistics import fmean
 
-from balancer.core.judgement import judge
-from balancer.core.routing_settings import PdSettings
+from balancer.core.routing.judgement import judge
+from balancer.core.settings.routing import PdSettings
 from benchmarks.routing.fleet import ENGINE, LINKS, SimulatedFleet
 from benchmarks.routing.replay import Outcome, replay
 from benchmarks.routing.traces import TRACES, load_calls

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from balancer.core.plan import RoutePlan
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.routing.plan import RoutePlan
 from balancer.routing.router import Route
 from benchmarks.routing.fleet import SimulatedFleet
 from benchmarks.routing.traces import MODEL, Call

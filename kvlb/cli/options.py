@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from balancer.core.routing_settings import PolicyName
+from balancer.core.settings.routing import PolicyName
 
 
 class Format(StrEnum):

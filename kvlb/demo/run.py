@@ -24,8 +24,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from balancer.core.control_settings import TokensSettings
-from balancer.core.routing_settings import PdSettings, PolicyName, RoutingSettings
+from balancer.core.settings.control import TokensSettings
+from balancer.core.settings.routing import PdSettings, PolicyName, RoutingSettings
 from indexer.core.types import Trust
 from kvlb.demo.counters import count_fleet
 from kvlb.demo.report import DemoReport, EngineCounts, PolicyRun, judge

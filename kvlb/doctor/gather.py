@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import httpx
 import zmq.asyncio
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 from indexer.config import RankSource
 from indexer.core.events import BlockStored
 from indexer.core.types import RankId

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from balancer.core.prompt_shape import ChatShape, TextShape, UnscorableError, tokenize_bodies
+from balancer.core.prompt.shape import ChatShape, TextShape, UnscorableError, tokenize_bodies
 from balancer.tokens.local import LocalTokenizer, load_tokenizer
 from kvlb.doctor.core.facts import Tokenized
 from kvlb.engine_http import EngineHttp

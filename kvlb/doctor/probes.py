@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from balancer.connectors.available import connectors
 from balancer.connectors.contract import Connector, LegContext, NoTransferError
-from balancer.core.fleet import Instance, Role
+from balancer.core.fleet.snapshot import Instance, Role
 from indexer.core.addresses import parse_instance_id
 from indexer.core.model_cards import ServedModels
 from kvlb.doctor.core.facts import Probed, Told, Transfer

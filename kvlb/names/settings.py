@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.fleet import Role
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.errors import ConfigError, decode_settings
 from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import check_endpoints
 from indexer.core.limits import PositiveInt

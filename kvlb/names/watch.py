@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import structlog
 
 from balancer.config import BalancerConfig
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.settings_errors import ConfigError
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.errors import ConfigError
 from balancer.fleet.members import Members
 from indexer.core.types import InstanceId
 from kvlb.names.places import NamedPlaces

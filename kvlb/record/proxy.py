@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 from balancer.core.request import Endpoint
 from balancer.server import listen
 from kvlb.engine_http import Answer, CallFailedError

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import zmq.asyncio
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 from kvlb.errors import PeerError
 from kvlb.event_taps import tapped
 from kvlb.record.asking import ask

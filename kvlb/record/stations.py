@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from balancer.core.fleet import Instance, Role
+from balancer.core.fleet.snapshot import Instance, Role
 from indexer.config import RankSource
 from indexer.sources import SourceError, find_sources
 from kvlb.engine_http import EngineHttp

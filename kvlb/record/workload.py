@@ -13,7 +13,7 @@ from typing import Any
 
 from balancer.connectors.available import connectors
 from balancer.connectors.contract import LegContext, NoTransferError
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 from balancer.core.request import Endpoint
 from kvlb.errors import SettingsError
 from kvlb.record.asking import Exchanged, ask

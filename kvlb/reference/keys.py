@@ -15,7 +15,7 @@ import msgspec
 from msgspec import inspect
 from msgspec.structs import FieldInfo
 
-from balancer.core.transfer_settings import STRUCTS
+from balancer.core.settings.transfer import STRUCTS
 from kvlb.reference.docstrings import field_docstrings, paragraphs
 from kvlb.reference.kinds import default, kind, without_null
 from kvlb.settings import KvlbSettings

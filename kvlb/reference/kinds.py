@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from balancer.core.settings_errors import Secret
+from balancer.core.settings.errors import Secret
 
 UNITS = ("s", "ms", "bytes", "tokens", "blocks", "batches")
 """What a name can end in; two of them are short for something."""

@@ -5,7 +5,7 @@ import textwrap
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from balancer.core.settings_errors import nearest
+from balancer.core.settings.errors import nearest
 from kvlb.errors import SettingsError
 from kvlb.reference.keys import sections, transfer_sections
 from kvlb.settings import KvlbSettings

@@ -14,8 +14,7 @@ import msgspec
 import structlog
 
 from balancer.core.decision_log import TimedDecision
-from balancer.core.merged_figures import Family, Figures, keep, merge
-from balancer.core.peer_messages import (
+from balancer.core.load.peer_messages import (
     WIRE_VERSION,
     Batch,
     Left,
@@ -23,6 +22,7 @@ from balancer.core.peer_messages import (
     decode_message,
     encode_message,
 )
+from balancer.core.merged_figures import Family, Figures, keep, merge
 from balancer.sharing import RETRY_S, Channel, ChannelError
 from kvlb.workers.pipe import Load, Pipe, PipeClosedError
 from kvlb.workers.seat import FIGURES, decode_figures, decode_recent

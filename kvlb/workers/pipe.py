@@ -49,7 +49,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """What peers tell each other (`balancer.core.peer_messages`)."""
+    """What peers tell each other (`balancer.core.load.peer_messages`)."""
 
     messages: list[bytes]
 

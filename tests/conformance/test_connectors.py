@@ -20,10 +20,10 @@ from balancer.connectors.contract import (
     Style,
 )
 from balancer.connectors.none import NoConnector
-from balancer.core.fleet import Instance, Role
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_facts import Registration, TransferFacts
-from balancer.core.transfer_settings import MoriioSettings, read_transfer
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.fleet.transfer_facts import Registration, TransferFacts
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import MoriioSettings, read_transfer
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 

@@ -14,7 +14,7 @@ from balancer.connectors.available import (
 )
 from balancer.connectors.contract import NoTransferError
 from balancer.connectors.encoders import EncodeContext, EncoderConnector, encoder_connectors
-from balancer.core.fleet import Instance, Role
+from balancer.core.fleet.snapshot import Instance, Role
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from balancer.core.load import LegGuard, LegWork, LoadLedger, RankLoad, TransferRates
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.shared_ledger import SharedLedger
+from balancer.core.load.ledger import LegGuard, LegWork, LoadLedger, RankLoad, TransferRates
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.load.shared_ledger import SharedLedger
 from indexer.core.types import BlockKey, InstanceId, RankId
 
 FIRST, OTHER = (RankId(InstanceId(f"http://e{number}:8000"), 0) for number in (0, 1))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.active_blocks import ActiveBlocks
+from balancer.core.load.active_blocks import ActiveBlocks
 from indexer.core.types import BlockKey
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.approximate import ApproximateBlocks
+from balancer.core.load.approximate import ApproximateBlocks
 from indexer.core.types import BlockKey
 
 KEYS = [BlockKey(number) for number in range(1, 9)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.breaker import Breaker, BreakerRules, BreakerState, Phase
+from balancer.core.reliability.breaker import Breaker, BreakerRules, BreakerState, Phase
 
 RULES = BreakerRules(failures=2, cool_down_s=5.0, max_cool_down_s=20.0)
 

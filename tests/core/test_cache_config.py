@@ -2,7 +2,7 @@
 
 import pytest
 
-from balancer.core.cache_config import parse_cache_tokens
+from balancer.core.fleet.cache_config import parse_cache_tokens
 
 LINE = (
     'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",'

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from balancer.core.candidates import (
+from balancer.core.errors import ModelNotFoundError, NoInstanceError, OverloadedError
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.ledger import LegWork
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.routing.candidates import (
     CandidateSource,
     PromptMatches,
     find_pool,
     request_shape,
 )
-from balancer.core.errors import ModelNotFoundError, NoInstanceError, OverloadedError
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.load import LegWork
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.ways import MemoryUse
+from balancer.core.routing.ways import MemoryUse
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels

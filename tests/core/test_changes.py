@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.core.changes import (
+from balancer.core.fleet.changes import (
     ADDED,
     ASLEEP,
     DRAINED,
@@ -19,10 +19,10 @@ from balancer.core.changes import (
     expired_registrations,
     name_of,
 )
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.fleet import Role
-from balancer.core.settings_errors import Secret
-from balancer.core.transfer_facts import Registration
+from balancer.core.fleet.snapshot import Role
+from balancer.core.fleet.transfer_facts import Registration
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.errors import Secret
 from indexer.core.types import InstanceId
 
 A = InstanceId("http://a:1")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.chat_template import (
+from balancer.core.prompt.chat_template import (
     ChatInputs,
     ChatTemplate,
     TemplateBrokenError,

@@ -18,10 +18,10 @@ from balancer.connectors.contract import (
 )
 from balancer.connectors.mooncake import read_engine_ids
 from balancer.connectors.nixl_push import read_server_info
-from balancer.core.fleet import Instance, Role
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.transfer_facts import NO_FACTS, Registration, TransferFacts
-from balancer.core.transfer_settings import read_transfer
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.fleet.transfer_facts import NO_FACTS, Registration, TransferFacts
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.transfer import read_transfer
 from indexer.core.types import InstanceId
 
 ATTEMPT = "0123456789abcdef" * 2

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from balancer.core.control_settings import InstanceSettings, name_instances
-from balancer.core.fleet import Role
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.control import InstanceSettings, name_instances
+from balancer.core.settings.errors import ConfigError, decode_settings
 
 URL = "http://10.0.0.1:8000"
 

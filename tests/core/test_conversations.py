@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.conversations import (
+from balancer.core.routing.conversations import (
     Answered,
     Conversations,
     LastTurn,

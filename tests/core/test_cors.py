@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from balancer.core.cors import Cors
+from balancer.core.http.cors import Cors
 
 APP = b"https://app.example.org"
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.cost import LoadedCandidate, RequestShape, estimate_all, memory_s
-from balancer.core.fleet import Instance, Role
-from balancer.core.load import RankLoad, RankRates, TransferRates
-from balancer.core.plan import Candidate, Choice
-from balancer.core.ways import MemoryUse, Offer
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.load.ledger import RankLoad, RankRates, TransferRates
+from balancer.core.routing.cost import LoadedCandidate, RequestShape, estimate_all, memory_s
+from balancer.core.routing.plan import Candidate, Choice
+from balancer.core.routing.ways import MemoryUse, Offer
 from indexer.core.types import InstanceId, RankId
 
 RATES = RankRates(

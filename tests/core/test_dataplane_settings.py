@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.settings.dataplane import DataPlaneSettings
 
 
 def test_defaults_stay_below_the_engines_keep_alive() -> None:

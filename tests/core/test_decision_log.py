@@ -1,9 +1,9 @@
 """What the decision log keeps of a record until it is asked for."""
 
 from balancer.core.decision_log import KEPT_CANDIDATES, DecisionLog
-from balancer.core.fleet import Instance
-from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.fleet.snapshot import Instance
 from balancer.core.record import RequestRecord
+from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
 from indexer.core.types import InstanceId, RankId
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 from indexer.core.model_cards import ServedModels
 from kvlb.doctor.core import engine_checks, event_checks, fleet_checks
 from kvlb.doctor.core.examination import FLEET_CHECKS, INSTANCE_CHECKS, examine

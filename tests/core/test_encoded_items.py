@@ -2,9 +2,9 @@
 
 import pytest
 
-from balancer.core.encode_settings import EncodeSettings
-from balancer.core.encoded_items import EncodedItems
-from balancer.core.fleet import Instance, Role
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.prompt.encoded_items import EncodedItems
+from balancer.core.settings.encode import EncodeSettings
 from indexer.core.types import InstanceId
 
 SETTINGS = EncodeSettings(reuse_s=60, affinity_legs=2, remembered_items=3)

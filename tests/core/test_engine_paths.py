@@ -2,14 +2,14 @@
 
 import pytest
 
-from balancer.core.engine_paths import (
+from balancer.core.errors import MethodNotAllowedError, PathNotFoundError
+from balancer.core.http.engine_paths import (
     PathUse,
     belongs_to_engines,
     find_path,
     is_session,
     methods_of,
 )
-from balancer.core.errors import MethodNotAllowedError, PathNotFoundError
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from balancer.connectors.contract import HandOver, LegContext, NoTransferError
 from balancer.connectors.example import ExampleConnector
-from balancer.core.fleet import Instance, Role
-from balancer.core.prefill_rewrite import prefill_body
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.http.prefill_rewrite import prefill_body
 from indexer.core.types import InstanceId
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 500, "stream": True, "n": 2}

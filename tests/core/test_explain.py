@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_choice
 
 from balancer.core.decision_log import DecisionLog, render_record
-from balancer.core.encode_settings import EncodeSettings
-from balancer.core.encoded_items import EncodedItems
-from balancer.core.explain import explain_choice, explain_encode, render_plan
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.media_items import media_items
-from balancer.core.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.prompt.encoded_items import EncodedItems
+from balancer.core.prompt.media_items import media_items
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.routing.explain import explain_choice, explain_encode, render_plan
+from balancer.core.routing.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
+from balancer.core.settings.encode import EncodeSettings
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId, Tier, Trust
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from balancer.core.engine_paths import belongs_to_engines
-from balancer.core.fan_out import (
+from balancer.core.fleet.fan_out import (
     COMMANDS,
     MAX_SHOWN_BYTES,
     CommandResult,
     overall_status,
     shown_body,
 )
+from balancer.core.http.engine_paths import belongs_to_engines
 
 
 def result(status: int | None) -> CommandResult:

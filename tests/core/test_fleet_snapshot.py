@@ -2,7 +2,7 @@
 
 import pytest
 
-from balancer.core.fleet import Fleet, Instance, Role
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.fleet_view import (
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.fleet.view import (
     example_status,
     merge_models,
     readiness,
     render_instance,
     unavailable_reason,
 )
-from balancer.core.local_ledger import LocalLedger
+from balancer.core.load.local_ledger import LocalLedger
 from indexer.core.model_cards import parse_model_list
 from indexer.core.types import InstanceId, RankId, Trust
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from balancer.core.findings import Findings
-from balancer.core.forecast import Finding, Forecast, conclude, incomparable_reason
 from balancer.core.record import LegRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.routing.findings import Findings
+from balancer.core.routing.forecast import Finding, Forecast, conclude, incomparable_reason
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.reports import CacheReport, RankTally, aged

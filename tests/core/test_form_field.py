@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.form_field import find_field
+from balancer.core.http.form_field import find_field
 
 TYPE = b"multipart/form-data; boundary=----b1"
 

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.core.body import PiecedBody, size_bytes, whole
 from balancer.core.errors import BadRequestError
-from balancer.core.forwarded import read_body
+from balancer.core.http.body import PiecedBody, size_bytes, whole
+from balancer.core.http.forwarded import read_body
 
 FORM = b"multipart/form-data; boundary=b"
 JSON = b"application/json"

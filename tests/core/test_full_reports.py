@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from balancer.core.fleet import Instance
-from balancer.core.full_reports import FullReports, with_full_report
-from balancer.core.http_headers import pass_request_headers
-from balancer.core.plan import Candidate
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.http.headers import pass_request_headers
+from balancer.core.http.rewrite import without_forbidden
 from balancer.core.request import Endpoint, GenerateRequest
-from balancer.core.rewrite import without_forbidden
+from balancer.core.routing.full_reports import FullReports, with_full_report
+from balancer.core.routing.plan import Candidate
 from indexer.core.reports import FULL_REPORT_SESSION
 from indexer.core.types import InstanceId, RankId, Trust
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.core.errors import BadRequestError, ModelNotFoundError
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.generate import read_generate
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.http.generate import read_generate
 from balancer.core.request import Endpoint, GenerateRequest
 from indexer.core.model_cards import parse_model_list
 from indexer.core.types import InstanceId

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.http_headers import (
+from balancer.core.http.headers import (
     clean_request_id,
     drop_header,
     find_header,

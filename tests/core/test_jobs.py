@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.core.conversations import Answered, Conversations, LastTurn, remember
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
 from balancer.core.record import RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.transfer_settings import NixlSettings
+from balancer.core.routing.conversations import Answered, Conversations, LastTurn, remember
+from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.settings.transfer import NixlSettings
 from balancer.dataplane.jobs import Job, earlier_blocks, ended_turn, fuller_peer, take_turn
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt

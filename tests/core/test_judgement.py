@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from balancer.core.fleet import Instance, Role
-from balancer.core.judgement import judge, judge_record
-from balancer.core.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
+from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.routing.judgement import judge, judge_record
+from balancer.core.routing.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
 from indexer.core.types import InstanceId, RankId
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.key_counts import KeyCounts
+from balancer.core.load.key_counts import KeyCounts
 from indexer.core.types import BlockKey
 
 holders = st.lists(st.lists(st.integers(0, 9).map(BlockKey), max_size=12), max_size=12)

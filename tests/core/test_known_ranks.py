@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.known_ranks import KnownRanks
+from balancer.core.routing.known_ranks import KnownRanks
 from indexer.core.index import PrefixMatch
 from indexer.core.types import InstanceId, RankId, Trust
 

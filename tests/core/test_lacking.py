@@ -2,7 +2,7 @@
 
 import pytest
 
-from balancer.core.lacking import BELIEVED_S, LackingPaths, may_lack, says_lacking
+from balancer.core.fleet.lacking import BELIEVED_S, LackingPaths, may_lack, says_lacking
 from indexer.core.types import InstanceId
 
 ONE, TWO = InstanceId("http://one"), InstanceId("http://two")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.learned import LearnedRates, QuantileTracker
-from balancer.core.load import RankRates
+from balancer.core.load.learned import LearnedRates, QuantileTracker
+from balancer.core.load.ledger import RankRates
 from indexer.core.types import InstanceId, RankId
 
 RANK, OTHER = (RankId(InstanceId(f"http://e{number}:8000"), 0) for number in (0, 1))

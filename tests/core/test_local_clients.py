@@ -2,7 +2,7 @@
 
 import pytest
 
-from balancer.core.local_clients import is_local_client
+from balancer.core.http.local_clients import is_local_client
 
 
 @pytest.mark.parametrize(

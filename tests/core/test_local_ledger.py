@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.load import LegWork, RankLoad, RankRates
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.predictions import RankPredictions
+from balancer.core.load.ledger import LegWork, RankLoad, RankRates
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.load.predictions import RankPredictions
 from indexer.core.types import BlockKey, InstanceId, RankId
 
 RANK = RankId(InstanceId("http://e0:8000"), 0)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from balancer.core.media_items import media_items
+from balancer.core.prompt.media_items import media_items
 from balancer.core.request import Endpoint, GenerateRequest
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.media_prefix import (
+from balancer.core.prompt.media_prefix import (
     MEDIUM_TOKENS,
     common_prefix,
     count_media,
     guess_rest_tokens,
     with_stand_in,
 )
-from balancer.core.prompt_shape import ChatShape
+from balancer.core.prompt.shape import ChatShape
 
 IMAGE = {"type": "image"}
 CHAT = ChatShape(

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from balancer.core.control_settings import InstanceSettings
 from balancer.core.errors import BadRequestError
-from balancer.core.fleet import Role
-from balancer.core.member_requests import MemberName, read_entry, read_name
+from balancer.core.fleet.member_requests import MemberName, read_entry, read_name
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.control import InstanceSettings
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from balancer.core.errors import BadRequestError, ModelNotFoundError, NoInstanceError
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.model_lookup import MeantModel, find_model
+from balancer.core.fleet.model_lookup import MeantModel, find_model
+from balancer.core.fleet.snapshot import Fleet, Instance
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from balancer.connectors.contract import LegContext, NoTransferError
 from balancer.connectors.nixl import NixlConnector
-from balancer.core.fleet import Instance, Role
-from balancer.core.prefill_rewrite import prefill_body
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.http.prefill_rewrite import prefill_body
 from indexer.core.types import InstanceId
 
 PARAMS = {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from balancer.core import errors
-from balancer.core.openai_errors import render_error, render_error_event
+from balancer.core.http.openai_errors import render_error, render_error_event
 
 
 def all_errors() -> list[type[errors.BalancerError]]:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.outliers import FAILING, SLOW, Figures, Tally, find_outliers
-from balancer.core.reliability_settings import ReliabilitySettings
+from balancer.core.reliability.outliers import FAILING, SLOW, Figures, Tally, find_outliers
+from balancer.core.settings.reliability import ReliabilitySettings
 from indexer.core.types import InstanceId
 
 SETTINGS = ReliabilitySettings()

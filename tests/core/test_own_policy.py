@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from balancer.core.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
-from balancer.core.fleet import Instance
-from balancer.core.load import RankLoad, TransferRates
-from balancer.core.own_policy import OwnPolicy
-from balancer.core.plan import Candidate, Choice
-from balancer.core.policies import seeded_draw
-from balancer.core.ways import Offer
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.load.ledger import RankLoad, TransferRates
+from balancer.core.routing.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
+from balancer.core.routing.own_policy import OwnPolicy
+from balancer.core.routing.plan import Candidate, Choice
+from balancer.core.routing.policies import seeded_draw
+from balancer.core.routing.ways import Offer
 from indexer.core.types import InstanceId, RankId, Trust
 
 SHAPE = RequestShape(prompt_tokens=100)

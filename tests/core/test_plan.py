@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from balancer.core.fleet import Instance
-from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
 from indexer.core.types import InstanceId, RankId, Trust
 
 CANDIDATE = Candidate(

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.cost import LoadedCandidate, RequestShape
 from balancer.core.errors import NoInstanceError, OverloadedError
-from balancer.core.fleet import Instance, Role
-from balancer.core.load import RankLoad, TransferRates
-from balancer.core.plan import Candidate, Reason, RoutePlan
-from balancer.core.planner import Planner
-from balancer.core.policies import named_policy, seeded_draw
-from balancer.core.prefill_policy import SplitFacts
-from balancer.core.routing_settings import PdSettings, PolicyName
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.load.ledger import RankLoad, TransferRates
+from balancer.core.routing.cost import LoadedCandidate, RequestShape
+from balancer.core.routing.plan import Candidate, Reason, RoutePlan
+from balancer.core.routing.planner import Planner
+from balancer.core.routing.policies import named_policy, seeded_draw
+from balancer.core.routing.prefill_policy import SplitFacts
+from balancer.core.settings.routing import PdSettings, PolicyName
 from indexer.core.types import InstanceId, RankId
 
 DRAW = seeded_draw(7)

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.candidates import CandidateSource, PromptMatches
-from balancer.core.cost import LoadedCandidate, RequestShape
-from balancer.core.fleet import Instance, Role
-from balancer.core.load import LegGuard, LegWork, RankLoad
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.plan import Candidate, Choice
-from balancer.core.policies import Policy, named_policy, seeded_draw
-from balancer.core.routing_settings import PolicyName
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.load.ledger import LegGuard, LegWork, RankLoad
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.routing.candidates import CandidateSource, PromptMatches
+from balancer.core.routing.cost import LoadedCandidate, RequestShape
+from balancer.core.routing.plan import Candidate, Choice
+from balancer.core.routing.policies import Policy, named_policy, seeded_draw
+from balancer.core.settings.routing import PolicyName
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.types import BlockKey, InstanceId, RankId, Tier, Trust

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core import policies
-from balancer.core.cost import LoadedCandidate, RequestShape
-from balancer.core.fleet import Instance
-from balancer.core.load import RankLoad
-from balancer.core.plan import Candidate
-from balancer.core.policies import Policy, Turns, named_policy, seeded_draw
-from balancer.core.routing_settings import PolicyName
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.load.ledger import RankLoad
+from balancer.core.routing import policies
+from balancer.core.routing.cost import LoadedCandidate, RequestShape
+from balancer.core.routing.plan import Candidate
+from balancer.core.routing.policies import Policy, Turns, named_policy, seeded_draw
+from balancer.core.settings.routing import PolicyName
 from indexer.core.types import InstanceId, RankId, Trust
 
 NAMES: Sequence[PolicyName] = get_args(PolicyName)

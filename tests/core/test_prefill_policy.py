@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.fleet import Instance, Role
-from balancer.core.plan import Reason
-from balancer.core.prefill_policy import SplitFacts, Verdict, decide, is_splittable
-from balancer.core.routing_settings import PdSettings
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.routing.plan import Reason
+from balancer.core.routing.prefill_policy import SplitFacts, Verdict, decide, is_splittable
+from balancer.core.settings.routing import PdSettings
 from indexer.core.types import InstanceId
 
 AUTO = PdSettings()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.probe_state import ProbeOutcome, ProbeState, ProbeThresholds
+from balancer.core.fleet.probe_state import ProbeOutcome, ProbeState, ProbeThresholds
 
 LIMITS = ProbeThresholds(unhealthy_after=3, healthy_after=2)
 UP = ProbeState().after_probe(ProbeOutcome.OK, None, LIMITS)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.prompt_limits import PromptLimits, find_model_tokens
-from balancer.core.prompt_shape import UnscorableError
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.prompt.limits import PromptLimits, find_model_tokens
+from balancer.core.prompt.shape import UnscorableError
 from balancer.core.request import Endpoint, GenerateRequest
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.prompt_shape import (
+from balancer.core.prompt.shape import (
     ChatShape,
     IdsShape,
     PromptShape,

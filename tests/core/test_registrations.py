@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.fleet import Role
-from balancer.core.registration_settings import RegistrationSettings
-from balancer.core.registrations import RegistrationBook, RegistrationRefusedError
+from balancer.core.fleet.registrations import RegistrationBook, RegistrationRefusedError
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.registration import RegistrationSettings
 
 MORIIO = {
     "type": "P",

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.retry_budget import RetryBudget
+from balancer.core.reliability.retry_budget import RetryBudget
 
 
 def made(*, share: float = 0.2, least: int = 0) -> RetryBudget:

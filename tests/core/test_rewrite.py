@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.core.errors import BadRequestError
-from balancer.core.request import Endpoint
-from balancer.core.rewrite import (
+from balancer.core.http.rewrite import (
     check_generate_body,
     decode_body,
     encode_body,
@@ -19,6 +18,7 @@ from balancer.core.rewrite import (
     with_usage,
     without_forbidden,
 )
+from balancer.core.request import Endpoint
 
 values = st.recursive(
     st.none()

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.roster import (
+from balancer.core.fleet.roster import (
     MAX_RUNTIME_MEMBERS,
     Changes,
     Hold,
@@ -17,7 +16,8 @@ from balancer.core.roster import (
     join_members,
     named_otherwise,
 )
-from balancer.core.settings_errors import Secret
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.errors import Secret
 from indexer.core.types import InstanceId
 
 A, B = InstanceId("http://a:1"), InstanceId("http://b:1")

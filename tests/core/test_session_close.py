@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.session_close import is_failure, passed_code
+from balancer.core.http.session_close import is_failure, passed_code
 
 
 @pytest.mark.parametrize(

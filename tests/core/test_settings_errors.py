@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.settings_errors import (
+from balancer.core.settings.errors import (
     ConfigError,
     Secret,
     decode_settings,

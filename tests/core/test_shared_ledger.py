@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core import shared_ledger
-from balancer.core.load import LegGuard, LegWork
-from balancer.core.peer_messages import (
+from balancer.core.load import shared_ledger
+from balancer.core.load.ledger import LegGuard, LegWork
+from balancer.core.load.peer_messages import (
     MAX_BLOCKS,
     WIRE_VERSION,
     Ask,
@@ -25,8 +25,8 @@ from balancer.core.peer_messages import (
     encode_message,
     unpack_keys,
 )
-from balancer.core.peers import ASK_S, MAX_AGE_S, MAX_PEERS
-from balancer.core.shared_ledger import SharedLedger
+from balancer.core.load.peers import ASK_S, MAX_AGE_S, MAX_PEERS
+from balancer.core.load.shared_ledger import SharedLedger
 from indexer.core.types import BlockKey, InstanceId, RankId
 
 FIRST, OTHER = (RankId(InstanceId(f"http://e{number}:8000"), 0) for number in (0, 1))

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.breaker import Phase
-from balancer.core.fleet import Instance
-from balancer.core.reliability_settings import ReliabilitySettings
-from balancer.core.standings import Attempt, Outcome, Standings
-from balancer.core.vetting import NoVetting
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.reliability.breaker import Phase
+from balancer.core.reliability.standings import Attempt, Outcome, Standings
+from balancer.core.reliability.vetting import NoVetting
+from balancer.core.settings.reliability import ReliabilitySettings
 from indexer.core.types import InstanceId, RankId
 
 A, B, C = (Instance(id=InstanceId(f"http://{n}:1"), alias=n, ranks=(0, 1)) for n in "abc")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.stored_responses import ResponseIdReader, StoredResponses
+from balancer.core.http.stored_responses import ResponseIdReader, StoredResponses
 from indexer.core.types import InstanceId
 
 ONE, TWO = InstanceId("http://one"), InstanceId("http://two")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.stream_beginning import StreamError, read_beginning
+from balancer.core.http.stream_beginning import StreamError, read_beginning
 
 OPENING = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'

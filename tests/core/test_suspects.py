@@ -10,9 +10,9 @@ from balancer.core.errors import (
     HandOverFailedError,
     LeaseEndedError,
 )
-from balancer.core.fleet import Instance, Role
-from balancer.core.plan import Candidate, Choice, Reason, RoutePlan
-from balancer.core.suspects import Suspects
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.reliability.suspects import Suspects
+from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
 from indexer.core.types import InstanceId, RankId
 
 CLOSED = EngineClosedError("closed")

@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.token_cache import ENTRY_BYTES, TokenCache
+from balancer.core.prompt.token_cache import ENTRY_BYTES, TokenCache
 
 
 def tokens(count: int) -> tuple["array[int]", ...]:

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from balancer.connectors.available import connectors
-from balancer.core.control_settings import InstanceSettings
-from balancer.core.settings_errors import ConfigError, decode_settings
-from balancer.core.transfer_settings import (
+from balancer.core.settings.control import InstanceSettings
+from balancer.core.settings.errors import ConfigError, decode_settings
+from balancer.core.settings.transfer import (
     STRUCTS,
     ChildSettings,
     MooncakeSettings,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.load import TransferRates
-from balancer.core.transfers import STALE_S, LearnedTransfers
+from balancer.core.load.ledger import TransferRates
+from balancer.core.load.transfers import STALE_S, LearnedTransfers
 from indexer.core.types import InstanceId, RankId
 
 P0, P1, D0 = (RankId(InstanceId(f"http://{name}:8000"), 0) for name in ("p0", "p1", "d0"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from balancer.core.usage import Usage, decode_head, prefill_fault, read_usage
+from balancer.core.http.usage import Usage, decode_head, prefill_fault, read_usage
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.sse import SseReader
-from balancer.core.usage_splice import render_details, with_details
+from balancer.core.http.sse import SseReader
+from balancer.core.http.usage_splice import render_details, with_details
 
 OURS = b'{"cached_tokens":64}'
 

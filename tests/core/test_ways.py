@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.fleet import Instance, Role
-from balancer.core.load import RankLoad, RankRates, TransferRates
-from balancer.core.plan import Candidate, Choice
-from balancer.core.ways import (
+from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.load.ledger import RankLoad, RankRates, TransferRates
+from balancer.core.routing.plan import Candidate, Choice
+from balancer.core.routing.ways import (
     MemoryUse,
     Offer,
     best_offer,

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from balancer.core.control_settings import ProbeSettings, TokensSettings
-from balancer.core.routing_settings import RoutingSettings
+from balancer.core.settings.control import ProbeSettings, TokensSettings
+from balancer.core.settings.routing import RoutingSettings
 from indexer.core.events import BlockStored
 from indexer.core.types import EngineHash, InstanceId, RankId
 from indexer.redis_index.settings import RedisSettings

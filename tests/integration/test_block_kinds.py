@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.plan import Candidate
-from balancer.core.policies import named_policy
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.routing_settings import RoutingSettings
+from balancer.core.routing.plan import Candidate
+from balancer.core.routing.policies import named_policy
+from balancer.core.settings.routing import RoutingSettings
 from balancer.routing.router import Router
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace

@@ -14,7 +14,7 @@ import pytest
 import yaml
 import zmq
 
-from balancer.core.control_settings import TokensSettings
+from balancer.core.settings.control import TokensSettings
 from kvlb.running import running_kvlb
 from kvlb.settings import Overrides, load_settings
 from simulator.core import tokenizer

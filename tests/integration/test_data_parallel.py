@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from balancer.core.control_settings import TokensSettings
+from balancer.core.settings.control import TokensSettings
 from kvlb.running import running_kvlb
 from kvlb.settings import Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet

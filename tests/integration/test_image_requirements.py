@@ -28,7 +28,7 @@ for package in (balancer, indexer, kvlb, simulator):
         if not module.name.startswith("kvlb.demo") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
-from balancer.core.tracing_settings import TracingSettings
+from balancer.core.settings.tracing import TracingSettings
 from kvlb.trace_export import open_tracing
 
 async def trace():

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.policies import named_policy
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.routing_settings import RoutingSettings
+from balancer.core.routing.policies import named_policy
+from balancer.core.settings.routing import RoutingSettings
 from balancer.routing.index_watch import IndexWatch
 from balancer.routing.router import Router
 from indexer.core.hashing import Namespace

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from balancer.core.control_settings import ProbeSettings, TokensSettings
+from balancer.core.settings.control import ProbeSettings, TokensSettings
 from kvlb.running import running_kvlb
 from kvlb.settings import Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from structlog.testing import capture_logs
 
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.settings.errors import ConfigError, decode_settings
 from balancer.fleet.members import Members
 from indexer.config import InstanceSource
 from indexer.core.types import InstanceId, RankId

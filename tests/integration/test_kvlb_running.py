@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from balancer.core.control_settings import TokensSettings
+from balancer.core.settings.control import TokensSettings
 from kvlb.demo.report import DemoReport, judge
 from kvlb.demo.run import run_policy
 from kvlb.demo.stage import Stage, set_stage

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from balancer.core.fleet import Role
-from balancer.core.settings_errors import Secret, decode_settings
-from balancer.core.tracing_settings import TracingSettings
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.errors import Secret, decode_settings
+from balancer.core.settings.tracing import TracingSettings
 from kvlb.errors import NoEnginesError, SettingsError
 from kvlb.settings import KvlbSettings, Overrides, load_fleet, load_settings
 

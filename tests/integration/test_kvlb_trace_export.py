@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from structlog.testing import capture_logs
 
 from balancer.core.record import RequestRecord
-from balancer.core.tracing_settings import TracingSettings
+from balancer.core.settings.tracing import TracingSettings
 from balancer.server import EmbeddedServer
 from balancer.tracing import NoTracing, Tracing
 from kvlb.errors import MissingExtraError

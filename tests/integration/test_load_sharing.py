@@ -11,9 +11,9 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from balancer.core.decision_log import DecisionLog
-from balancer.core.load import LegWork
+from balancer.core.load.ledger import LegWork
+from balancer.core.load.shared_ledger import SharedLedger
 from balancer.core.record import RequestRecord
-from balancer.core.shared_ledger import SharedLedger
 from balancer.sharing import LEASE_S, Channel, LoadSharing, PeerReports
 from balancer.siblings import Alone, Siblings, Views, read_figures
 from indexer.core.types import BlockKey, InstanceId, RankId

@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 from redis.crc import key_slot
 
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.policies import named_policy
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.routing_settings import RoutingSettings
+from balancer.core.routing.policies import named_policy
+from balancer.core.settings.routing import RoutingSettings
 from balancer.routing.router import Router
 from indexer.core.block_rows import BlockRow, GroupRows, RankFacts
 from indexer.core.hashing import Namespace

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from balancer.core.forecast import Forecast
 from balancer.core.record import LegRecord
+from balancer.core.routing.forecast import Forecast
 from balancer.routing.reporting import Reporting
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace

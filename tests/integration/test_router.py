@@ -19,12 +19,12 @@ from balancer.core.errors import (
     OverloadedError,
     PrefillFailedError,
 )
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.plan import Reason
-from balancer.core.policies import named_policy
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.core.routing.plan import Reason
+from balancer.core.routing.policies import named_policy
+from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
 from indexer.core.index import IndexUnavailableError, PrefixMatch, Prompt

@@ -2,9 +2,9 @@
 
 import pytest
 
-from balancer.core.judgement import judge
-from balancer.core.plan import Reason
-from balancer.core.routing_settings import PdSettings
+from balancer.core.routing.judgement import judge
+from balancer.core.routing.plan import Reason
+from balancer.core.settings.routing import PdSettings
 from benchmarks.routing.fleet import LINKS, SimulatedFleet
 from benchmarks.routing.pd import WAYS, Result, Scenario, run
 from benchmarks.routing.replay import Outcome, replay

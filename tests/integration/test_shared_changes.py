@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from balancer.core.changes import REGISTERED_FOR_S, ChangesUnavailableError
-from balancer.core.registration_settings import RegistrationSettings
-from balancer.core.registrations import RegistrationBook
-from balancer.core.roster import Hold
-from balancer.core.settings_errors import decode_settings
+from balancer.core.fleet.changes import REGISTERED_FOR_S, ChangesUnavailableError
+from balancer.core.fleet.registrations import RegistrationBook
+from balancer.core.fleet.roster import Hold
+from balancer.core.settings.errors import decode_settings
+from balancer.core.settings.registration import RegistrationSettings
 from balancer.fleet.members import ChangeStore, Members, Membership
 from indexer.core.types import InstanceId
 from kvlb.settings import KvlbSettings

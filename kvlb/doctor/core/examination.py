@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 from kvlb.doctor.core import engine_checks, event_checks, fleet_checks
 from kvlb.doctor.core.facts import FleetFacts, InstanceFacts
 from kvlb.doctor.core.findings import Finding, by_severity

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 from indexer.core.model_cards import ServedModels
 from kvlb.doctor.core.exposition import EngineMetrics
 

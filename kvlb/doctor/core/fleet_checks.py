@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
 
 from balancer.connectors.available import connector_conflicts, encoder_conflicts
-from balancer.core.fleet import Instance, Role
+from balancer.core.fleet.snapshot import Instance, Role
 from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import (
     EndpointError,

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from balancer.app import create_app
 from balancer.asgi import App
 from balancer.config import BalancerConfig, check_config
-from balancer.core.control_settings import InstanceSettings, TokensSettings
-from balancer.core.fleet import Fleet
-from balancer.core.fleet_view import RankFacts
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.fleet.view import RankFacts
 from balancer.core.request import Endpoint, GenerateRequest
-from balancer.core.settings_errors import decode_settings
+from balancer.core.settings.control import InstanceSettings, TokensSettings
+from balancer.core.settings.errors import decode_settings
 from balancer.fleet.control import FleetLinks
 from balancer.fleet.engine_client import EngineClient
 from balancer.server import serve

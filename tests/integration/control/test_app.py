@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from balancer.app import create_app
 from balancer.config import BalancerConfig
-from balancer.core.fleet import Role
-from balancer.core.load import LegWork
+from balancer.core.fleet.snapshot import Role
+from balancer.core.load.ledger import LegWork
 from balancer.server import BalancerBrokenError, ListenError, serve
 from indexer.core.types import BlockKey, RankId
 from indexer.memory_index import MemoryIndex

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from balancer.config import BalancerConfig, check_config
-from balancer.core.registration_settings import RegistrationSettings
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.settings.errors import ConfigError, decode_settings
+from balancer.core.settings.registration import RegistrationSettings
 from kvlb.settings import KvlbSettings
 
 ROOT = Path(__file__).parents[3]

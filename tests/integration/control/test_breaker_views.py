@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from balancer.core.breaker import Phase
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.reliability_settings import ReliabilitySettings
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.reliability.breaker import Phase
+from balancer.core.settings.reliability import ReliabilitySettings
 from balancer.dataplane.reliability import Reliability
 from balancer.sharing import Company
 from indexer.core.types import InstanceId

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from balancer.config import BalancerConfig
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.settings.errors import ConfigError, decode_settings
 
 APP = "https://app.example.org"
 PREFLIGHT = {

@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 
 from balancer.connectors.mooncake import read_engine_ids
 from balancer.core.control_errors import EngineCallError
-from balancer.core.control_settings import InstanceSettings, ProbeSettings
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.probe_state import ProbeAnswer, ProbeOutcome
-from balancer.core.transfer_facts import Inquiry, TransferFacts
+from balancer.core.fleet.probe_state import ProbeAnswer, ProbeOutcome
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
+from balancer.core.settings.control import InstanceSettings, ProbeSettings
 from balancer.fleet.engine_client import EngineClient
 from balancer.fleet.keeper import FleetKeeper
 from indexer.core.types import InstanceId

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from balancer.core.fan_out import COMMANDS
+from balancer.core.fleet.fan_out import COMMANDS
+from balancer.core.fleet.roster import MAX_RUNTIME_MEMBERS, Origin
 from balancer.core.handlers import Amend, Refuse, Reply, SeenRequest
-from balancer.core.roster import MAX_RUNTIME_MEMBERS, Origin
-from balancer.core.settings_errors import decode_settings
+from balancer.core.settings.errors import decode_settings
 from balancer.fleet.admin import REFUSED
 from balancer.own_code import load_handler
 from kvlb.settings import KvlbSettings

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from balancer.core.fleet import Fleet, Instance, Role
-from balancer.core.load import LegWork
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.ledger import LegWork
+from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.routing.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
 from balancer.fleet.metrics import FleetCollector
 from balancer.metrics import BalancerMetrics
 from indexer.core.model_cards import parse_model_list

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from balancer.config import BalancerConfig, check_config
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.settings.errors import ConfigError, decode_settings
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 MODULE = '''
 import asyncio
-from balancer.core.cost import estimate_all
+from balancer.core.routing.cost import estimate_all
 from balancer.core.handlers import Amend, Refuse, Reply
 
 class Backwards:

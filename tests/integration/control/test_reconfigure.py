@@ -5,7 +5,7 @@ from typing import Any
 
 from balancer.asgi import App
 from balancer.config import BalancerConfig, changed_keys, check_config, reloaded
-from balancer.core.settings_errors import decode_settings
+from balancer.core.settings.errors import decode_settings
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}
 ELSEWHERE = {"x-forwarded-for": "203.0.113.1"}

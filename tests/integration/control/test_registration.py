@@ -12,9 +12,9 @@ import zmq.asyncio
 from structlog.testing import capture_logs
 
 from balancer.config import BalancerConfig
-from balancer.core.registration_settings import RegistrationSettings
-from balancer.core.registrations import RegistrationBook
-from balancer.core.settings_errors import ConfigError, decode_settings
+from balancer.core.fleet.registrations import RegistrationBook
+from balancer.core.settings.errors import ConfigError, decode_settings
+from balancer.core.settings.registration import RegistrationSettings
 from balancer.fleet.registration import RegistrationService
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}

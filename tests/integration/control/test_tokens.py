@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from balancer.core.fleet import Fleet
-from balancer.core.prompt_shape import TextShape, UnscorableError
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.prompt.shape import TextShape, UnscorableError
 from balancer.core.request import GenerateRequest
 from balancer.tokens.local import TokenizerLoadError, load_tokenizer
 from balancer.tokens.pool import TokenPool

@@ -17,14 +17,14 @@ import pytest
 import uvicorn
 
 from balancer.connectors.available import connectors
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.fleet import Fleet, Instance
-from balancer.core.local_ledger import LocalLedger
-from balancer.core.policies import named_policy
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.record import RequestRecord
-from balancer.core.reliability_settings import ReliabilitySettings
 from balancer.core.request import GenerateRequest, PromptView
-from balancer.core.routing_settings import PdSettings, RoutingSettings
+from balancer.core.routing.policies import named_policy
+from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.core.settings.reliability import ReliabilitySettings
+from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.direct import direct_protocol
 from balancer.dataplane.exchange import AsgiExchange

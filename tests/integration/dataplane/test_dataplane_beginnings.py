@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.fleet import Fleet, Role
-from balancer.core.routing_settings import PdSettings
-from balancer.core.transfer_settings import NixlPushSettings
+from balancer.core.fleet.snapshot import Fleet, Role
+from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.core.settings.routing import PdSettings
+from balancer.core.settings.transfer import NixlPushSettings
 
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"

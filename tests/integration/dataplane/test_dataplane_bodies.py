@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.settings.dataplane import DataPlaneSettings
 
 LIMIT = 1000
 SMALL = DataPlaneSettings(max_body_bytes=LIMIT)

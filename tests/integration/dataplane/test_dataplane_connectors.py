@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.fleet import Role
-from balancer.core.routing_settings import PdSettings
-from balancer.core.transfer_settings import (
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.routing import PdSettings
+from balancer.core.settings.transfer import (
     NixlPushSettings,
     NixlSettings,
     OffloadingSettings,

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from balancer.core.encode_settings import EncodeSettings
-from balancer.core.encoded_items import EncodedItems
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
+from balancer.core.prompt.encoded_items import EncodedItems
+from balancer.core.settings.encode import EncodeSettings
 
 CHAT = "/v1/chat/completions"
 HANDLE = {"peer_host": "10.0.0.5", "peer_port": 5601, "size_bytes": 9}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from balancer.connectors.contract import Connector, LegContext, LegRequest, Style
-from balancer.core.body import PiecedBody
 from balancer.core.errors import ClientGoneError
-from balancer.core.fleet import Fleet, Role
-from balancer.core.prefill_rewrite import prefill_body
+from balancer.core.fleet.snapshot import Fleet, Role
+from balancer.core.http.body import PiecedBody
+from balancer.core.http.prefill_rewrite import prefill_body
 from balancer.core.request import GenerateRequest, PromptView
 
 COMPLETIONS = "/v1/completions"

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 
 
 async def echo(received: Any, wire: Any) -> None:

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from balancer.connectors.contract import Connector, LegContext, LegRequest, Style
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.fleet import Role
-from balancer.core.prefill_rewrite import prefill_body
-from balancer.core.routing_settings import PdSettings
+from balancer.core.fleet.snapshot import Role
+from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.core.settings.routing import PdSettings
 
 COMPLETIONS = "/v1/completions"
 LONG_TOKENS = 1000

@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
-from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.realtime import _pass_to_engine, _Waiting
 

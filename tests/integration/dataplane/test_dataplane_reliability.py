@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.breaker import Phase
-from balancer.core.dataplane_settings import DataPlaneSettings
 from balancer.core.decision_log import render_record
-from balancer.core.fleet import Role
-from balancer.core.reliability_settings import ReliabilitySettings
-from balancer.core.routing_settings import PdSettings
+from balancer.core.fleet.snapshot import Role
+from balancer.core.reliability.breaker import Phase
+from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.core.settings.reliability import ReliabilitySettings
+from balancer.core.settings.routing import PdSettings
 
 COMPLETIONS = "/v1/completions"
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b"data: [DONE]\n\n")

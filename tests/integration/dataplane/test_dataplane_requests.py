@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.fleet import Fleet
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.settings.dataplane import DataPlaneSettings
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.settings.dataplane import DataPlaneSettings
 
 
 class Keeper:

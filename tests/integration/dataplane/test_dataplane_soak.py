@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.dataplane import DataPlaneSettings
 
 REQUESTS = int(os.environ.get("KVLB_SOAK_REQUESTS", "500"))
 AT_ONCE = 50

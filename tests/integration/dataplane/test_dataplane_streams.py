@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
+from balancer.core.settings.dataplane import DataPlaneSettings
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"

@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
-from balancer.core.fleet import Role
-from balancer.core.routing_settings import PdSettings
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.routing import PdSettings
 from balancer.otel_tracing import OtelTracing
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

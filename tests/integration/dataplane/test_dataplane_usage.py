@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.dataplane_settings import DataPlaneSettings
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.dataplane import DataPlaneSettings
 
 COMPLETIONS = "/v1/completions"
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1]}

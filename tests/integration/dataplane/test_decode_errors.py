@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from balancer.core.fleet import Role
+from balancer.core.fleet.snapshot import Role
 
 COMPLETIONS = "/v1/completions"
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from balancer.core.body import whole
 from balancer.core.errors import BodyTooLargeError, ClientGoneError
+from balancer.core.http.body import whole
 from balancer.dataplane.direct import direct_protocol
 from balancer.dataplane.exchange import Exchange
 

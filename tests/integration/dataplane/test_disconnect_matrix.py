@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from balancer.connectors.contract import Connector, LegContext, LegRequest, Style
-from balancer.core.fleet import Fleet, Role
-from balancer.core.prefill_rewrite import prefill_body
+from balancer.core.fleet.snapshot import Fleet, Role
+from balancer.core.http.prefill_rewrite import prefill_body
 from balancer.core.request import GenerateRequest, PromptView
-from balancer.core.routing_settings import RoutingSettings
+from balancer.core.settings.routing import RoutingSettings
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.types import BlockKey, RankId

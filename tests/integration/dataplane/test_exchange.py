@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from balancer.core.body import whole
 from balancer.core.errors import BadRequestError, BodyTooLargeError, ClientGoneError
+from balancer.core.http.body import whole
 from balancer.dataplane.exchange import AsgiExchange
 
 

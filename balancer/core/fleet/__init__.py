@@ -1,0 +1,1 @@
+"""Who is in the fleet and how it is: the snapshot that routing reads, health, membership."""

@@ -1,0 +1,43 @@
+"""From a chat or completions body to a `GenerateRequest`: checked, cleaned, its model looked up.
+
+Rules:
+
+1. Errors name the field and never quote the body; what only engines can judge is left to them.
+2. What a client must not set is gone from `body` and `raw_body` alike.
+"""
+
+from balancer.core.fleet.model_lookup import find_model
+from balancer.core.fleet.snapshot import Fleet
+from balancer.core.http.headers import Headers
+from balancer.core.http.rewrite import (
+    CONVERSATION,
+    check_generate_body,
+    decode_body,
+    encode_body,
+    without_forbidden,
+)
+from balancer.core.request import Endpoint, GenerateRequest
+
+
+def read_generate(
+    endpoint: Endpoint, raw: bytes, fleet: Fleet, *, request_id: str, headers: Headers = ()
+) -> GenerateRequest:
+    """Understand `raw`. Raises RequestError or NoInstanceError."""
+    decoded = decode_body(raw)
+    body = decoded.value
+    check_generate_body(endpoint, body)
+    clean = without_forbidden(body)
+    conversation = body.get(CONVERSATION)
+    meant = find_model(fleet, clean.get("model"))
+    return GenerateRequest(
+        request_id=request_id,
+        endpoint=endpoint,
+        body=clean,
+        raw_body=raw if clean is body else encode_body(clean),
+        headers=headers,
+        model=meant.model,
+        base_model=meant.base_model,
+        lora=meant.lora,
+        conversation=conversation if isinstance(conversation, str) else None,
+        is_unicode=decoded.is_unicode,
+    )

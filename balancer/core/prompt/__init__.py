@@ -1,0 +1,1 @@
+"""What an engine will feed its model: the tokens, and how many of them may be credited."""

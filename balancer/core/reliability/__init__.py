@@ -1,0 +1,1 @@
+"""Whom not to ask just now, and how often to try again."""

@@ -1,0 +1,46 @@
+"""Who gets no further attempt at one request, by what its failures say of those who took part.
+
+Rules:
+
+1. An engine that failed its answer is out.
+2. A hand-over that failed is the prefill engine's first of all: it has died since, or restarted and
+   is another one than it was taken for. The decode engine is out the second time.
+3. A lease that ended, and what is to be done again as it was, are nobody's fault.
+4. Who failed first may be well again when nobody else is left: `latest` is who failed just now.
+
+Cost: one set per failure.
+"""
+
+from balancer.core.errors import BalancerError, EngineError, HandOverFailedError
+from balancer.core.fleet.snapshot import Instance
+from balancer.core.routing.plan import RoutePlan
+from indexer.core.types import InstanceId, RankId
+
+
+class Suspects:
+    """Of one request."""
+
+    def __init__(self) -> None:
+        self.ranks: frozenset[RankId] = frozenset()
+        self.latest: frozenset[RankId] = frozenset()
+        self._could_not_load: set[InstanceId] = set()
+
+    def note(self, error: BalancerError, plan: RoutePlan) -> Instance | None:
+        """An attempt at `plan` failed. Returns who may be another engine than it was taken for."""
+        target = plan.decode.candidate.instance
+        self.latest = frozenset()
+        if not isinstance(error, EngineError):
+            return None
+        if not isinstance(error, HandOverFailedError) or plan.prefill is None:
+            self._leave_out(target)
+            return None
+        if target.id in self._could_not_load:
+            self._leave_out(target)
+        self._could_not_load.add(target.id)
+        source = plan.prefill.candidate.instance
+        self._leave_out(source)
+        return source
+
+    def _leave_out(self, instance: Instance) -> None:
+        self.latest |= frozenset(instance.rank_ids())
+        self.ranks |= self.latest

@@ -1,0 +1,257 @@
+"""From a fleet snapshot and the index's answer to candidates: who could serve, holding what.
+
+Rules:
+
+1. Only available instances that serve the request's model are candidates, each rank for itself.
+2. An unknown model is 404 or 503 as `core.fleet.model_lookup` says. A known model without an available instance is 503; all of them full is another 503.
+3. Overlap is what events say; predicted overlap adds what is on its way there without a gap. A
+   rank that isn't trusted (`load_only`) holds nothing by events; if blocks of earlier legs are
+   guessed to be there it is `approximate`. Several prompts add up. A failed lookup
+   costs the overlap; that the rank has events at all stays known.
+4. What lies on slower tiers is held, and has to be loaded: a weight per tier says what it is worth.
+5. The engine computes the last prompt token in any case: overlap is at most tokens - 1.
+
+Cost: per rank one load and a binary search of predicted blocks.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from balancer.core.errors import NoInstanceError, OverloadedError
+from balancer.core.fleet.model_lookup import unknown_model
+from balancer.core.fleet.snapshot import NO_CONNECTOR, Fleet, Instance, Role
+from balancer.core.load.ledger import LoadLedger, RankLoad
+from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.routing.cost import LoadedCandidate, RequestShape
+from balancer.core.routing.plan import Candidate
+from balancer.core.routing.ways import MemoryUse
+from indexer.core.index import PrefixMatch, Prompt
+from indexer.core.types import BlockKey, RankId, Tier, Trust
+
+USUAL_BLOCK_SIZE = 16
+"""Until some rank's events name another."""
+BYTES_PER_TOKEN = 4
+MAX_GUESSED_TOKENS = 8192
+"""A body of images or audio says little about its tokens."""
+COMPLETIONS_MAX_TOKENS = 16
+"""vLLM's default on /v1/completions."""
+
+
+class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is known of a request's prompts on every rank."""
+
+    prompts: tuple[Prompt, ...] = ()
+    by_rank: tuple[Mapping[RankId, PrefixMatch], ...] = ()
+    """One answer of the index per prompt; empty if it gave none."""
+    block_sizes: Mapping[RankId, int]
+    """Last block size seen in each rank's events."""
+    trusts: Mapping[RankId, Trust] = msgspec.field(default_factory=dict)
+    """Last known trust of each rank, for a lookup that got no answer."""
+    tier_weights: Mapping[Tier, float] = msgspec.field(default_factory=dict)
+    """What a held token is worth by its tier; 1 where nothing is said."""
+
+    def block_size(self, rank: RankId) -> int:
+        """The rank's, else any in the fleet, else the usual one."""
+        known = self.block_sizes.get(rank)
+        return known or next(iter(self.block_sizes.values()), USUAL_BLOCK_SIZE)
+
+    def keys(self, rank: RankId) -> Sequence[BlockKey]:
+        """Keys of all prompts, in this rank's block size."""
+        size = self.block_size(rank)
+        if len(self.prompts) == 1:
+            return self.prompts[0].keys(size)
+        return [key for prompt in self.prompts for key in prompt.keys(size)]
+
+    def candidate(self, rank: RankId, instance: Instance, ledger: LoadLedger) -> Candidate:
+        """`rank` with what it holds of the prompts."""
+        overlap_tokens = predicted_tokens = 0
+        by_tier: Mapping[Tier, int] = {}
+        # A rank that an answer leaves out has no events; a missing answer says nothing of it.
+        silent = Trust.LOAD_ONLY
+        trust = silent if self.by_rank else self.trusts.get(rank, silent)
+        size = self.block_size(rank)
+        for number, prompt in enumerate(self.prompts):
+            match = self.by_rank[number].get(rank) if self.by_rank else None
+            held_tokens = 0
+            if match is not None and match.trust is not Trust.LOAD_ONLY:
+                trust, held_tokens = match.trust, match.tokens
+                more = match.tokens_by_tier
+                by_tier = Counter(by_tier) + Counter(more) if by_tier else more
+            overlap_tokens += held_tokens
+            predicted_tokens += _with_predicted(prompt, rank, size, held_tokens, ledger)
+        if trust is silent and ledger.has_guesses(rank):
+            trust = Trust.APPROXIMATE
+        return Candidate(
+            rank=rank,
+            instance=instance,
+            overlap_tokens=overlap_tokens,
+            predicted_tokens=predicted_tokens,
+            tokens_by_tier=by_tier,
+            loading_tokens=self._loading_tokens(by_tier),
+            trust=trust,
+            block_size=self.block_sizes.get(rank),
+        )
+
+    def _loading_tokens(self, by_tier: Mapping[Tier, int]) -> float:
+        weights = self.tier_weights
+        return sum((1 - weights.get(tier, 1.0)) * tokens for tier, tokens in by_tier.items())
+
+
+def _with_predicted(
+    prompt: Prompt, rank: RankId, size: int, held_tokens: int, ledger: LoadLedger
+) -> int:
+    held_blocks = held_tokens // size
+    more_blocks = ledger.predicted_blocks(rank, prompt.keys(size), held_blocks)
+    if not more_blocks:
+        return held_tokens
+    return max(held_tokens, min(held_blocks + more_blocks, prompt.hit_limit_blocks(size)) * size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The instances of one fleet that matter to one model."""
+
+    answering: tuple[Instance, ...]
+    """Available, decode or mixed."""
+    prefill: tuple[Instance, ...]
+    """Available, prefill."""
+    prefill_expected: frozenset[str]
+    """Connectors of the enabled prefill instances that may serve the model, available or not."""
+    has_decode: bool
+    """Some answering instance may want a prefill leg; else they do everything themselves."""
+
+
+def find_pool(fleet: Fleet, model: str) -> Pool:
+    """Instances for `model`. Raises ModelNotFoundError or NoInstanceError."""
+    known: Pool | None = fleet.found.get(("pool", model))
+    if known is None:
+        known = fleet.found["pool", model] = _find_pool(fleet, model)
+    return known
+
+
+def _find_pool(fleet: Fleet, model: str) -> Pool:
+    serving = fleet.serving(model)
+    if not serving:
+        raise unknown_model(fleet, model)
+    available = [instance for instance in serving if instance.is_available]
+    answering = tuple(each for each in available if each.role.answers_clients)
+    if not answering:
+        raise NoInstanceError("no instance that serves this model is available")
+    return Pool(
+        answering=answering,
+        prefill=tuple(each for each in available if each.role is Role.PREFILL),
+        prefill_expected=frozenset(
+            each.connector
+            for each in fleet.instances
+            if each.role is Role.PREFILL
+            and each.connector != NO_CONNECTOR
+            and each.enabled
+            and not each.draining
+            and each.hold is None
+            and (each.models is None or each.models.serves(model))
+        ),
+        has_decode=any(each.role is Role.DECODE for each in answering),
+    )
+
+
+class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Builds loaded candidates for one request."""
+
+    matches: PromptMatches
+    ledger: LoadLedger
+    max_requests_per_rank: int = 0
+    """Legs in flight at which a rank is full; 0: never."""
+
+    def load(
+        self, instances: Sequence[Instance], exclude: frozenset[RankId]
+    ) -> tuple[list[LoadedCandidate], bool]:
+        """Every rank of `instances` that isn't excluded and has room; True if one had none."""
+        found: list[LoadedCandidate] = []
+        some_full = False
+        for rank, instance in _ranks(instances, exclude):
+            load = self.ledger.load(rank)
+            if 0 < self.max_requests_per_rank <= load.requests:
+                some_full = True
+                continue
+            candidate = self.matches.candidate(rank, instance, self.ledger)
+            memory = self._memory(rank, instance, load)
+            found.append(LoadedCandidate(candidate=candidate, load=load, memory=memory))
+        return found, some_full
+
+    def _memory(self, rank: RankId, instance: Instance, load: RankLoad) -> MemoryUse | None:
+        """KV memory there with this request; None if its capacity isn't known."""
+        if instance.rank_cache_tokens is None:
+            return None
+        size, keys = self.matches.block_size(rank), self.matches.keys(rank)
+        new_blocks = len(keys) - self.ledger.active_blocks(rank, keys)
+        return MemoryUse(
+            active_tokens=size * load.active_blocks + load.output_tokens,
+            need_tokens=size * new_blocks,
+            capacity_tokens=instance.rank_cache_tokens,
+        )
+
+    def load_answering(
+        self, instances: Sequence[Instance], exclude: frozenset[RankId]
+    ) -> list[LoadedCandidate]:
+        """The same, where there has to be one. Raises NoInstanceError or OverloadedError."""
+        found, some_full = self.load(instances, exclude)
+        if not found and some_full:
+            raise OverloadedError("every instance of this model is at its limit of requests")
+        if not found:
+            raise NoInstanceError("no other instance of this model is available")
+        return found
+
+
+def _ranks(
+    instances: Sequence[Instance], exclude: frozenset[RankId]
+) -> Iterator[tuple[RankId, Instance]]:
+    for instance in instances:
+        for rank in instance.rank_ids():
+            if rank not in exclude:
+                yield rank, instance
+
+
+def request_shape(
+    request: GenerateRequest, prompt: PromptView, matches: PromptMatches, session_header: str
+) -> RequestShape:
+    """What weighing needs to know of the request."""
+    tokens = prompt.prompt_tokens
+    if tokens is None:
+        tokens = min(len(request.raw_body) // BYTES_PER_TOKEN, MAX_GUESSED_TOKENS)
+    return RequestShape(
+        prompt_tokens=tokens,
+        max_output_tokens=_max_output_tokens(request),
+        session=_session(request, session_header.lower().encode()) or first_block(matches),
+    )
+
+
+def _max_output_tokens(request: GenerateRequest) -> float:
+    for name in ("max_completion_tokens", "max_tokens"):
+        limit = request.body.get(name)
+        if isinstance(limit, int) and limit >= 1:
+            return limit
+    is_chat = request.endpoint is Endpoint.CHAT
+    return float("inf") if is_chat else COMPLETIONS_MAX_TOKENS
+
+
+def _session(request: GenerateRequest, header: bytes) -> str | None:
+    for each, value in request.headers:
+        if each == header and value:
+            return value.decode("latin-1")
+    for name in ("session_id", "user", "prompt_cache_key"):
+        named = request.body.get(name)
+        if isinstance(named, str) and named:
+            return named
+    return None
+
+
+def first_block(matches: PromptMatches) -> str | None:
+    """Names what prompts that begin alike have in common: they count as one session."""
+    if not matches.prompts:
+        return None
+    sizes = matches.block_sizes.values()
+    keys = matches.prompts[0].keys(min(sizes, default=USUAL_BLOCK_SIZE))
+    return str(keys[0]) if keys else None

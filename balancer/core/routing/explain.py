@@ -1,0 +1,162 @@
+"""Shows a plan to people: every candidate with its terms, and why the winner won.
+
+Rules:
+
+1. Numbers are those the planner used; nothing is computed anew but differences.
+2. No token, prompt text, key or salt appears.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.prompt.encoded_items import EncodedItems
+from balancer.core.prompt.media_items import media_items
+from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.routing.plan import Choice, OtherWay, RoutePlan
+from balancer.core.routing.ways import way_s
+
+REASONS = {
+    "aggregated": "the chosen instance is mixed: it prefills and decodes itself",
+    "remote_prefill": "another instance prefills first and hands its cache over",
+    "decode_has_cache": "no prefill leg: what the decode instance lacks is cheap to compute there",
+    "short_prompt": "no prefill leg: the whole prompt is cheap to compute where it decodes",
+    "local_faster": "no prefill leg: by estimate the decode instance computes it for less",
+    "no_prefill_instance": "no prefill leg: no prefill instance is available",
+    "connector_mismatch": "no prefill leg: every prefill instance has another connector",
+    "not_splittable": "no prefill leg: such a request can't be split over two legs",
+    "prefill_failed": "no prefill leg: prefill instances failed, and the operator allows local",
+    "unscorable": "tokens are unknown: routed by load alone",
+    "forced_local": "the operator forces prefill where the request decodes",
+    "forced_remote": "the operator forces prefill elsewhere",
+}
+
+
+def render_plan(plan: RoutePlan, prompt: PromptView) -> Mapping[str, Any]:
+    """`plan` as JSON values."""
+    return {
+        "prompt": {
+            "tokens": plan.prompt_tokens,
+            "source": prompt.source,
+            "unscorable": prompt.unscorable,
+        },
+        "reason": plan.reason.value,
+        "meaning": REASONS.get(plan.reason.value, plan.reason.value),
+        "ways": explain_ways(plan.decode),
+        "decode": _render_leg(plan.decode, plan.considered),
+        "prefill": _render_leg(plan.prefill, plan.considered_prefill) if plan.prefill else None,
+        "held_back": plan.held_back,
+    }
+
+
+def explain_encode(
+    request: GenerateRequest,
+    fleet: Fleet,
+    seen: EncodedItems,
+    legs: Callable[[Instance], int],
+    now_s: float,
+) -> Mapping[str, Any] | None:
+    """What would become of images, audio and video; None: nothing to encode, or nobody for it."""
+    serving = [
+        each for each in fleet.encoders if each.models is None or each.models.serves(request.model)
+    ]
+    items = media_items(request) if serving else ()
+    available = [each for each in serving if each.is_available]
+    shown = []
+    for number, item in enumerate(items):
+        known = seen.usable(item.key, available, now_s)
+        name, reason = None, "no_encode_instance"
+        if known is not None:
+            name = next(each.alias for each in available if each.id == known.instance)
+            reason = "reused"
+        elif available:
+            choice = seen.choose(item.key, available, legs)
+            name, reason = choice.instance.alias, choice.reason
+        shown.append({"item": number, "instance": name, "reason": reason})
+    return {"items": shown} if items else None
+
+
+def render_choice(choice: Choice) -> Mapping[str, Any]:
+    """One candidate with what its cost is made of."""
+    candidate = choice.candidate
+    return {
+        "instance": candidate.instance.alias,
+        "role": candidate.instance.role.value,
+        "rank": candidate.rank.rank,
+        "overlap_tokens": candidate.overlap_tokens,
+        "predicted_tokens": candidate.predicted_tokens,
+        "tokens_by_tier": {tier.value: each for tier, each in candidate.tokens_by_tier.items()},
+        "trust": candidate.trust.value,
+        "block_size": candidate.block_size,
+        "cost": _number(choice.cost_s),
+        "terms": _terms(choice.terms),
+        "prefill": _name(choice.prefill) if choice.prefill else None,
+        "other_way": _render_other(choice.other) if choice.other else None,
+    }
+
+
+def explain_choice(chosen: Choice, considered: Sequence[Choice]) -> str:
+    """One sentence: what set the winner apart from the cheapest other candidate."""
+    others = [each for each in considered if each.candidate.rank != chosen.candidate.rank]
+    name = _name(chosen)
+    if not others:
+        return f"{name} is the only candidate"
+    rival = min(others, key=lambda each: each.cost_s)
+    gap = rival.cost_s - chosen.cost_s
+    if gap == 0:
+        return f"{name} and {_name(rival)} cost the same; chance or order of arrival decided"
+    if gap < 0:
+        return f"{name} was chosen although {_name(rival)} costs less: the policy weighs otherwise"
+    names = [*chosen.terms, *(term for term in rival.terms if term not in chosen.terms)]
+    if not names:
+        return f"{name} costs {gap:.4g} less than {_name(rival)}"
+    term = max(names, key=lambda each: rival.terms.get(each, 0.0) - chosen.terms.get(each, 0.0))
+    return (
+        f"{name} costs {gap:.4g} less than {_name(rival)}; the largest difference is `{term}`: "
+        f"{chosen.terms.get(term, 0.0):.4g} against {rival.terms.get(term, 0.0):.4g}"
+    )
+
+
+def explain_ways(chosen: Choice) -> str | None:
+    """One sentence: why the prompt is prefilled where it is; None if nothing was compared."""
+    other = chosen.other
+    if other is None:
+        return None
+    taken_s = way_s(chosen)
+    names = {True: "prefill elsewhere", False: "prefill where it decodes"}
+    return (
+        f"{names[not other.remote]} is estimated at {taken_s:.4g}, "
+        f"{names[other.remote]} at {other.cost_s:.4g}"
+    )
+
+
+def _render_leg(chosen: Choice, considered: Sequence[Choice]) -> Mapping[str, Any]:
+    return {
+        "chosen": render_choice(chosen),
+        "why": explain_choice(chosen, considered),
+        "considered": [render_choice(each) for each in considered],
+    }
+
+
+def _render_other(other: OtherWay) -> Mapping[str, Any]:
+    return {
+        "way": "remote" if other.remote else "local",
+        "cost": _number(other.cost_s),
+        "terms": _terms(other.terms),
+    }
+
+
+def _terms(terms: Mapping[str, float]) -> Mapping[str, float | None]:
+    return {name: _number(value) for name, value in terms.items()}
+
+
+def _name(choice: Choice) -> str:
+    instance = choice.candidate.instance
+    rank = choice.candidate.rank.rank
+    return f"{instance.alias}/{rank}" if len(instance.ranks) > 1 else instance.alias
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no infinity."""
+    return round(value, 6) if isfinite(value) else None

@@ -1,0 +1,223 @@
+"""Policies: in which order candidates are preferred. `kvlb` is the product, the others compare.
+
+Rules:
+
+1. Pure over (candidate, load), and over whom it chose before, which decides between equals only.
+2. Every choice carries the estimated cost in seconds, whatever the policy went by: plans of
+   different policies can be compared.
+3. Of exact ties the one chosen longest ago goes first. Those that were never chosen come in flat
+   interleaved order: every instance's first rank, then every instance's second, and so on; which
+   instance begins falls by a random draw. So permuting candidates changes nothing.
+4. No policy excludes a candidate: the least preferred one still serves if the others fail.
+
+Cost: one estimate and one sort key per candidate.
+"""
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Protocol, assert_never
+
+from xxhash import xxh3_64_intdigest
+
+from balancer.core.routing.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
+from balancer.core.routing.plan import Candidate, Choice
+from balancer.core.settings.routing import PolicyName
+from indexer.core.types import RankId
+
+MAX_TURNS = 65_536
+"""Ranks remembered; fleets whose instances come and go meet more over time."""
+LOAD_BOUND = 1.25
+"""A session leaves its rank when that has more than this times the mean of requests."""
+
+
+class Policy(Protocol):
+    """Orders candidates. `named_policy` knows the five that exist; docs/extending.md shows another."""
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        """All candidates, the preferred one first."""
+        ...
+
+    def chosen(self, rank: RankId) -> None:
+        """`rank` got the leg. Not called for a plan that is only explained."""
+        ...
+
+
+SortKey = Callable[[LoadedCandidate, Choice], tuple[float, ...]]
+
+
+class Turns:
+    """Whose turn it is between equals."""
+
+    def __init__(self) -> None:
+        self._turns: dict[RankId, int] = {}
+        self._turn = 0
+
+    def chosen(self, rank: RankId) -> None:
+        """It goes last from now on."""
+        self._turn += 1
+        self._turns.pop(rank, None)
+        self._turns[rank] = self._turn
+        if len(self._turns) > MAX_TURNS:
+            del self._turns[next(iter(self._turns))]
+
+    def place(self, candidate: Candidate) -> tuple[int, int]:
+        """Smaller goes first: the last turn, then the number of the rank in its instance."""
+        rank = candidate.rank
+        return self._turns.get(rank, 0), rank.rank - candidate.instance.rank_base
+
+
+def _ordered(
+    shape: RequestShape,
+    candidates: Sequence[LoadedCandidate],
+    draw: TieBreak,
+    turns: Turns,
+    key: SortKey,
+) -> list[Choice]:
+    choices = estimate_all(shape, candidates)
+    keys = [key(each, choice) for each, choice in zip(candidates, choices, strict=True)]
+    if len(set(keys)) < len(keys):
+        keys = [
+            (*each, *turns.place(choice.candidate))
+            for each, choice in zip(keys, choices, strict=True)
+        ]
+    if len(set(keys)) < len(keys):
+        keys = [
+            (*each, draw(choice.candidate.rank)) for each, choice in zip(keys, choices, strict=True)
+        ]
+    return [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
+
+
+class LeastCost:
+    """`kvlb`: the least estimated time."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        return _ordered(shape, candidates, draw, self._turns, lambda _, choice: (choice.cost_s,))
+
+    def chosen(self, rank: RankId) -> None:
+        self._turns.chosen(rank)
+
+
+class RoundRobin:
+    """Whoever was chosen longest ago; stable when ranks come and go."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        return _ordered(shape, candidates, draw, self._turns, lambda *_: ())
+
+    def chosen(self, rank: RankId) -> None:
+        self._turns.chosen(rank)
+
+
+class LeastLoaded:
+    """Fewest requests in flight, then fewest queued tokens."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        return _ordered(shape, candidates, draw, self._turns, lambda each, _: _load_key(each))
+
+    def chosen(self, rank: RankId) -> None:
+        self._turns.chosen(rank)
+
+
+class PrefixOverlap:
+    """The longest overlap, then the least load."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        return _ordered(
+            shape,
+            candidates,
+            draw,
+            self._turns,
+            lambda each, _: (-_held_tokens(each), *_load_key(each)),
+        )
+
+    def chosen(self, rank: RankId) -> None:
+        self._turns.chosen(rank)
+
+
+class SessionAffinity:
+    """Rendezvous hashing of the session, passing over ranks above the load bound.
+
+    A request without a session goes by load.
+    """
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(
+        self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
+    ) -> list[Choice]:
+        total = sum(each.load.requests for each in candidates)
+        bound = ceil(LOAD_BOUND * (total + 1) / max(1, len(candidates)))
+        session = shape.session
+
+        def key(each: LoadedCandidate, _: Choice) -> tuple[float, ...]:
+            if session is None:
+                return _load_key(each)
+            is_full = each.load.requests >= bound
+            return (is_full, -_affinity(session, each.candidate.rank))
+
+        return _ordered(shape, candidates, draw, self._turns, key)
+
+    def chosen(self, rank: RankId) -> None:
+        self._turns.chosen(rank)
+
+
+def named_policy(name: PolicyName) -> Policy:
+    """A fresh policy of this name."""
+    match name:
+        case "kvlb":
+            return LeastCost()
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case "prefix_overlap":
+            return PrefixOverlap()
+        case "session":
+            return SessionAffinity()
+        case _:
+            assert_never(name)
+
+
+def seeded_draw(seed: int) -> TieBreak:
+    """Draws that depend on `seed` (64 bits) and the rank only, not on the order of asking."""
+
+    def draw(rank: RankId) -> float:
+        return float(xxh3_64_intdigest(f"{rank.rank} {rank.instance}".encode(), seed))
+
+    return draw
+
+
+def _load_key(each: LoadedCandidate) -> tuple[float, float]:
+    return (each.load.requests, each.load.queued_tokens)
+
+
+def _held_tokens(each: LoadedCandidate) -> int:
+    return max(each.candidate.overlap_tokens, each.candidate.predicted_tokens)
+
+
+def _affinity(session: str, rank: RankId) -> int:
+    # errors="surrogatepass": JSON may carry lone surrogates, and a session name is only hashed.
+    name = f"{rank.rank} {rank.instance} {session}".encode(errors="surrogatepass")
+    return xxh3_64_intdigest(name)
