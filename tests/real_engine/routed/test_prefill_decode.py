@@ -24,13 +24,13 @@ CONNECTORS = {
     "nixl": "NixlConnector",
     "nixl_push": "NixlPushConnector",
 }
-TELLS_PREFILLS_COUNT = {"nixl"}
-"""Since vLLM 0.31 the prefill engine's own count travels with its parameters, if they do."""
 ROLES = {"p0": "prefill", "d0": "decode"}
 SETTINGS: dict[str, Any] = {
     "pd": {"decide": "threshold", "local_prefill_max_tokens": 64},
     "tokens": {"deadline_s": 5},
     "routing": {"lookup_timeout_s": 1},
+    # NIXL's threads spin: on two cores an engine may answer nobody for some time.
+    "probes": {"timeout_s": 60},
 }
 
 
@@ -128,9 +128,8 @@ def test_the_first_turn_is_prefilled_elsewhere_and_a_later_one_is_not(
 ) -> None:
     """Turn 1 is loaded from the prefill engine; a short turn 2 isn't; a long turn 3 is again.
 
-    What the decode engine reports as cached includes what it loaded, or is the prefill engine's own
-    count. The prediction is for the
-    engine that prefills: the prefill engine's own report, or the decode engine's without such a leg.
+    The client reads what was cached where its prompt was computed (`dataplane.usage_of_prefill`), which
+    is what was predicted; what the decode engine has loaded is its own metric's to tell.
     """
     chats = conversations(SEED, COUNT)
     decode = Decode(cold["d0"])
@@ -158,25 +157,16 @@ def test_the_first_turn_is_prefilled_elsewhere_and_a_later_one_is_not(
     assert {turn.prefill for turn, _ in first} == {"p0"}
     assert {turn.reason for turn, _ in first} == {"remote_prefill"}
     assert all(loaded > 0 for _, loaded in first)
-    assert [turn.cached_tokens for turn, _ in first] == reported(connector, first)
     assert {(turn.prefill, turn.reason) for turn, _ in second} == {("skipped", "decode_has_cache")}
     assert all(loaded == 0 for _, loaded in second)
-    assert [turn.overlap_tokens for turn, _ in second] == [turn.cached_tokens for turn, _ in second]
+    for turns in rounds:
+        assert [each.overlap_tokens for each, _ in turns] == [
+            each.cached_tokens for each, _ in turns
+        ]
     assert {turn.reason for turn, _ in third} == {"remote_prefill"}
     assert all(loaded > 0 for _, loaded in third)
-    if connector in TELLS_PREFILLS_COUNT:
-        assert [turn.cached_tokens for turn, _ in third] == reported(connector, third)
-    else:
-        assert all(turn.cached_tokens > loaded for turn, loaded in third)
     assert len(legs) == len(first) + len(third)
     assert [leg["overlap_tokens"] for leg in legs] == [leg["cached_tokens"] for leg in legs]
-
-
-def reported(connector: str, turns: list[tuple[Any, int]]) -> list[int]:
-    """What the decode engine says was cached, if it held nothing itself."""
-    if connector in TELLS_PREFILLS_COUNT:
-        return [turn.overlap_tokens for turn, _ in turns]
-    return [loaded for _, loaded in turns]
 
 
 def test_texts_are_those_of_one_engine_asked_directly(
