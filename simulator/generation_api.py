@@ -294,6 +294,7 @@ class Generation:
         return True
 
     async def _run_stream(self) -> bool:
+        """Stream in the events of the subclass's own API."""
         raise NotImplementedError
 
     async def _next_choice(self) -> Choice:

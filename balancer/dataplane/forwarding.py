@@ -34,6 +34,7 @@ from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.answers import AnswerPasser
 from balancer.dataplane.beginnings import MAX_ERROR_BYTES, is_event_stream
 from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.elsewhere import try_places
 from balancer.dataplane.leg_sender import LegSender
 from balancer.dataplane.placing import Place, Placing
 from indexer.core.types import InstanceId
@@ -93,23 +94,14 @@ class Forwarding:
         reliability = self._sender.reliability
         reliability.requested()
         places = await self._places(fleet, errand)
-        retries_left = self._retries
-        while True:
-            place = places.pop(0)
-            reliability.claim(place.instance)
-            try:
-                await self._carry_to(place, errand)
-            except EngineError as error:
-                if record.status is not None or not places:
-                    raise
-                if _is_lacking(error):
-                    continue
-                is_safe = error.retryable and retries_left > 0
-                if not is_safe or not reliability.may_retry(record):
-                    raise
-                retries_left -= 1
-            else:
-                return
+        await try_places(
+            places,
+            lambda place: self._carry_to(place, errand),
+            record=record,
+            reliability=reliability,
+            retries=self._retries,
+            is_lacking=_is_lacking,
+        )
 
     async def _places(self, fleet: Fleet, errand: _Errand) -> list[Place]:
         use, read = errand.request.use, errand.read

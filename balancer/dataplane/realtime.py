@@ -47,6 +47,7 @@ from balancer.dataplane.client_socket import (
     ClientSocket,
     SocketClosedError,
 )
+from balancer.dataplane.elsewhere import try_places
 from balancer.dataplane.leg_sender import LegSender
 from balancer.dataplane.placing import Place, Placing
 from balancer.dataplane.server_protocols import MAX_MESSAGE_BYTES
@@ -96,23 +97,14 @@ class Realtime:
         places = self._placing.places(fleet, model=model, path=socket.path, record=record)
         reliability = self._sender.reliability
         reliability.requested()
-        retries_left = self._settings.retries
-        while True:
-            place = places.pop(0)
-            reliability.claim(place.instance)
-            try:
-                await self._carry_to(place, socket, record)
-            except EngineError as error:
-                if record.status is not None or not places:
-                    raise
-                if _is_lacking(error):
-                    continue
-                is_safe = error.retryable and retries_left > 0
-                if not is_safe or not reliability.may_retry(record):
-                    raise
-                retries_left -= 1
-            else:
-                return
+        await try_places(
+            places,
+            lambda place: self._carry_to(place, socket, record),
+            record=record,
+            reliability=reliability,
+            retries=self._settings.retries,
+            is_lacking=_is_lacking,
+        )
 
     async def _carry_to(self, place: Place, socket: ClientSocket, record: RequestRecord) -> None:
         with (
