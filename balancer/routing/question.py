@@ -14,12 +14,15 @@ from balancer.core.routing.candidates import (
 )
 from balancer.core.routing.cost import RequestShape, uncached_tokens
 from balancer.core.routing.forecast import Forecast, incomparable_reason
-from balancer.core.routing.plan import Choice
+from balancer.core.routing.plan import Candidate, Choice
 from balancer.core.routing.prefill_policy import SplitFacts, is_splittable
 from balancer.core.settings.routing import RoutingSettings
 from indexer.core.types import InstanceId, RankId, Trust
 
 EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
+CACHE_SHARE_BELIEVED = 0.5
+"""Of a rank's cache: new prompt tokens after which what was computed before them may be evicted.
+Their answers take room, too, and nobody counts those as they grow."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -113,6 +116,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             keys=self.matches.keys(candidate.rank),
             streamed=kind == "prefill" or self.request.stream,
             believed_s=settings.confirm_s if is_confirmed else settings.approximate_ttl_s,
+            believed_tokens=_believed_tokens(candidate) if is_confirmed else 0,
             remembered_s=0.0 if is_confirmed else settings.approximate_ttl_s,
             block_size=self.matches.block_size(candidate.rank) if is_one else 0,
         )
+
+
+def _believed_tokens(candidate: Candidate) -> int:
+    return int(CACHE_SHARE_BELIEVED * (candidate.instance.rank_cache_tokens or 0))

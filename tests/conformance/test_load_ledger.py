@@ -88,7 +88,9 @@ def ledger(request: pytest.FixtureRequest, clock: Clock) -> LoadLedger:
     return build(clock)
 
 
-def work(rank: RankId = FIRST, *, kind: str = "whole", keys: int = 6) -> LegWork:
+def work(
+    rank: RankId = FIRST, *, kind: str = "whole", keys: int = 6, believed_tokens: int = 0
+) -> LegWork:
     return LegWork(
         rank=rank,
         kind=kind,
@@ -97,6 +99,7 @@ def work(rank: RankId = FIRST, *, kind: str = "whole", keys: int = 6) -> LegWork
         work_s=0.01,
         keys=KEYS[:keys],
         believed_s=3.0,
+        believed_tokens=believed_tokens,
     )
 
 
@@ -167,6 +170,29 @@ def test_predictions_outlive_a_leg_for_a_while(ledger: LoadLedger, clock: Clock)
 
     assert at_once == 6
     assert ledger.predicted_blocks(FIRST, KEYS, 0) == 0
+
+
+def test_predictions_end_when_the_cache_may_have_turned_over(ledger: LoadLedger) -> None:
+    """Of a tiny cache the events that confirm a block and those that drop it come within moments."""
+    with ledger.hold(work(keys=4, believed_tokens=250)):
+        pass
+    kept = []
+    for _ in range(3):  # 100 new tokens each
+        ledger.hold(work(keys=0))
+        kept.append(ledger.predicted_blocks(FIRST, KEYS, 0))
+
+    assert kept == [4, 4, 0]
+
+
+def test_what_was_sent_before_the_first_token_pushes_nothing_out(ledger: LoadLedger) -> None:
+    """The rank computes it first, or keeps the blocks of a prompt it is busy with."""
+    guard = ledger.hold(work(keys=4, believed_tokens=150))
+    for _ in range(3):
+        ledger.hold(work(keys=0))
+    guard.first_token()
+    ledger.hold(work(keys=0))
+
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 4
 
 
 def test_a_failed_leg_takes_back_what_no_other_predicts(ledger: LoadLedger) -> None:

@@ -488,6 +488,7 @@ legs = st.builds(
     keys=st.lists(st.integers(0, 2**64 - 1).map(BlockKey), max_size=20),
     streamed=st.booleans(),
     believed_s=st.floats(0, 1e6),
+    believed_tokens=st.integers(0, 2**31),
     remembered_s=st.floats(0, 1e6),
     block_size=st.integers(0, 1024),
 )

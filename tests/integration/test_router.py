@@ -165,6 +165,25 @@ async def test_what_the_index_promised_of_each_leg_is_told(bench: Bench) -> None
     assert loading.incomparable == "after_transfer"
 
 
+@pytest.mark.parametrize(
+    ("capacity_tokens", "others", "still_tokens"), [(8000, 1, 0), (8000, 0, 3984), (None, 9, 3984)]
+)
+async def test_half_a_cache_of_new_prompts_ends_what_was_predicted(
+    bench: Bench, capacity_tokens: int | None, others: int, still_tokens: int
+) -> None:
+    """A prompt that went to a small rank may have been computed, told of, and pushed out again."""
+    bench.index.held_tokens = {rank("a"): 0}
+    tight = replace(instance("a"), rank_cache_tokens=capacity_tokens)
+    fleet, router = Fleet(instances=(tight,)), bench.build()
+    for number in range(1 + others):
+        with await router.route(fleet, request(), view(first=10_000 * number)):
+            pass
+
+    plan = await router.explain(fleet, request(), view())
+
+    assert plan.decode.candidate.predicted_tokens == still_tokens
+
+
 async def test_a_route_is_booked_until_it_ends(bench: Bench) -> None:
     """At once, before anyone enters it; afterwards only its prediction stays."""
     router = bench.build()

@@ -94,6 +94,9 @@ class LegWork:
     """The first token can be seen (a stream, or a prefill leg). Only then rates are learned."""
     believed_s: float = 30.0
     """How long after the first token `keys` count as held without an event that says so."""
+    believed_tokens: int = 0
+    """So many tokens new to the rank, sent there after the first token, end that belief, too: they
+    may have pushed `keys` out. 0: not known."""
     remembered_s: float = 0.0
     """No events come from this rank: so long after a leg that used them blocks are guessed to be
     held. 0: events tell."""

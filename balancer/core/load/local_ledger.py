@@ -7,7 +7,7 @@ Rules:
 2. The first token of an answer that isn't streamed can't be seen: such a leg counts as decoding
    once its expected time has passed, and teaches nothing about rates.
 3. A leg that ends with an exception withdraws its prediction. Otherwise its keys count as held
-   until `believed_s` after its first token. A `decode` leg's keys count only from its first token
+   until `believed_s` after its first token, or until `believed_tokens` new ones were sent there. A `decode` leg's keys count only from its first token
    on: before the transfer is done, a sibling sent there would compute them again.
 4. On a rank without events the keys of a leg that ended well go into `core.load.approximate`, which is
    asked beside the predictions. The cached tokens reported correct it first. When events come at
@@ -258,6 +258,7 @@ class LocalLedger:
         leg = _Leg(self, book, work, next(self._numbers), now_s)
         book.requests += 1
         book.active.add(work.keys)
+        book.predictions.sent(work.uncached_tokens)
         if work.kind != "decode":
             self._queue(leg, now_s)
             leg.prediction = book.predictions.add(work.keys)
@@ -304,7 +305,9 @@ class LocalLedger:
                 work.rank, sent_s=leg.booked_s, now_s=now_s, tokens=work.uncached_tokens
             )
             book.last_first_s = now_s
-        book.predictions.expire(leg.prediction, now_s + work.believed_s)
+        book.predictions.expire(
+            leg.prediction, now_s + work.believed_s, after_tokens=work.believed_tokens
+        )
 
     def end(self, leg: _Leg, *, failed: bool) -> None:
         """`leg` is over, for whatever reason."""

@@ -51,6 +51,8 @@ class Booked(msgspec.Struct, frozen=True, array_like=True, tag="b", gc=False):
     block_size: int
     keys: bytes
     """Eight bytes each, little-endian."""
+    believed_tokens: int = 0
+    """Last, and with a default: releases before it don't tell it."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="f", gc=False):
@@ -170,6 +172,7 @@ def booked(number: int, at_s: float, work: LegWork) -> Booked:
         work.remembered_s,
         work.block_size,
         pack_keys(work.keys[:MAX_BLOCKS]),
+        work.believed_tokens,
     )
 
 
@@ -184,6 +187,7 @@ def booked_work(told: Booked) -> LegWork:
         keys=unpack_keys(told.keys),
         streamed=told.streamed,
         believed_s=told.believed_s,
+        believed_tokens=told.believed_tokens,
         remembered_s=told.remembered_s,
         block_size=told.block_size,
     )

@@ -4,6 +4,8 @@ Rules:
 
 1. A prediction lives with its leg until the first token, then until its expiry, unless it is
    withdrawn because the leg failed. A block stays while any prediction covers it.
+   It expires with time, or once so many tokens were sent after it that the rank may have evicted
+   it: events that confirmed it may have been followed by events that took it back.
 2. Keys are chained, and every prediction covers its prompts from the root on. So what is predicted
    is prefix-closed, and the end of a run is found by binary search.
 3. Bounded: past `max_blocks` the oldest predictions go first, whole, whatever their state.
@@ -32,13 +34,25 @@ class Prediction:
 class RankPredictions:
     """All predictions of one rank."""
 
-    __slots__ = ("_covered", "_expiries", "_live", "_max_blocks", "_numbers", "blocks")
+    __slots__ = (
+        "_covered",
+        "_expiries",
+        "_live",
+        "_max_blocks",
+        "_numbers",
+        "_pushed_out",
+        "_sent_tokens",
+        "blocks",
+    )
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._covered = KeyCounts()
         self._live: dict[int, Prediction] = {}
         self._expiries: list[tuple[float, int]] = []
+        self._pushed_out: list[tuple[int, int]] = []
+        """The count of tokens sent at which each expires, beside its time."""
+        self._sent_tokens = 0
         self._numbers = count()
         self.blocks = 0
         """Blocks over all predictions; one that two predictions share counts twice."""
@@ -53,9 +67,15 @@ class RankPredictions:
             self.withdraw(next(iter(self._live.values())))
         return prediction
 
-    def expire(self, prediction: Prediction, at_s: float) -> None:
-        """Stop counting it at `at_s`."""
+    def sent(self, tokens: int) -> None:
+        """So many new tokens are on their way to the rank, and will take room there."""
+        self._sent_tokens += tokens
+
+    def expire(self, prediction: Prediction, at_s: float, *, after_tokens: int = 0) -> None:
+        """Stop counting it at `at_s`, or when `after_tokens` more were sent (0: not known)."""
         heappush(self._expiries, (at_s, prediction.number))
+        if after_tokens:
+            heappush(self._pushed_out, (self._sent_tokens + after_tokens, prediction.number))
 
     def withdraw(self, prediction: Prediction) -> None:
         """Stop counting it now. Doing so twice changes nothing."""
@@ -67,9 +87,14 @@ class RankPredictions:
     def purge(self, now_s: float) -> None:
         """Drop what has expired."""
         while self._expiries and self._expiries[0][0] <= now_s:
-            prediction = self._live.get(heappop(self._expiries)[1])
-            if prediction:
-                self.withdraw(prediction)
+            self._drop(heappop(self._expiries)[1])
+        while self._pushed_out and self._pushed_out[0][0] <= self._sent_tokens:
+            self._drop(heappop(self._pushed_out)[1])
+
+    def _drop(self, number: int) -> None:
+        prediction = self._live.get(number)
+        if prediction:
+            self.withdraw(prediction)
 
     def run_blocks(self, keys: Sequence[BlockKey], start: int) -> int:
         """How many of `keys` from `start` on are predicted without a gap."""
@@ -92,4 +117,5 @@ class RankPredictions:
         self._covered.clear()
         self._live.clear()
         self._expiries.clear()
+        self._pushed_out.clear()
         self.blocks = 0
