@@ -20,6 +20,8 @@ from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.record import RequestRecord
 from balancer.core.routing.full_reports import FullReports
 from balancer.core.routing.policies import Policy
+from balancer.dataplane.admission import Admission, Room
+from balancer.dataplane.admission_metrics import AdmissionMetrics
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.plane import DataPlane
 from balancer.dataplane.reliability import Reliability
@@ -212,6 +214,7 @@ class _Builder:
             full_reports=self._full_reports,
             encoded=self._encoded,
             reliability=self._reliability,
+            admission=self._open_admission(),
         )
         views = Views(self._registry, self._decisions, self._company.siblings)
         surface = Surface(
@@ -246,6 +249,22 @@ class _Builder:
             views=views,
         )
         return app
+
+    def _open_admission(self) -> Admission:
+        waited = AdmissionMetrics(self._registry, lambda: admission.waiting)
+        admission = Admission(
+            room=Room(
+                ledger=self._ledger,
+                vetting=self._reliability,
+                settings=self._config.admission,
+                max_requests_per_rank=lambda: self._router.max_requests_per_rank,
+            ),
+            settings=self._config.admission,
+            fleet=self._keeper.snapshot,
+            clock=self._surroundings.clock,
+            on_waited=waited.observe,
+        )
+        return admission
 
     def _load_policy(self, name: str) -> Policy:
         return load_policy(name, lambda error: self._metrics.own_code_failed("policy", error))

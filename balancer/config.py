@@ -16,6 +16,7 @@ import msgspec
 
 from balancer.connectors.available import connector_fault, known_connectors
 from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.admission import AdmissionSettings
 from balancer.core.settings.control import (
     AdminSettings,
     InstanceSettings,
@@ -56,6 +57,7 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Environment variable that holds it."""
     routing: RoutingSettings = RoutingSettings()
     pd: PdSettings = PdSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     encode: EncodeSettings = EncodeSettings()
     dataplane: DataPlaneSettings = DataPlaneSettings()
     reliability: ReliabilitySettings = ReliabilitySettings()

@@ -103,6 +103,8 @@ class RequestRecord:
     error: str | None = None
     first_byte_s: float | None = None
     ended_s: float | None = None
+    waited_s: float | None = None
+    """In the line for room on any rank; None: it was decided at once."""
     retries: int = 0
     """Further attempts that were made for it."""
     retries_refused: int = 0

@@ -15,6 +15,7 @@ Rules:
 5. If one leg of a pair dies, or the client leaves, the other is cancelled and its connection
    closed before anything else happens.
 6. What has to be encoded is encoded before any other leg (`dataplane.encoding`).
+7. Where no rank has room the first decision waits for its turn (`dataplane.admission`).
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from balancer.core.routing.conversations import Conversations
 from balancer.core.routing.full_reports import FullReports
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.dataplane.admission import Admission
 from balancer.dataplane.encoding import EncodeMeans, Media
 from balancer.dataplane.jobs import (
     Job,
@@ -71,6 +73,7 @@ class Legs:
         on_leg_end: OnLegEnd,
         full_reports: FullReports,
         encode: EncodeMeans,
+        admission: Admission | None,
     ) -> None:
         """`new_id` makes 32 hexadecimal digits that nobody else has."""
         self._fleet = fleet
@@ -82,6 +85,7 @@ class Legs:
         self._clock = clock
         self._new_id = new_id
         self._encode = encode
+        self._admission = admission
         self._conversations = Conversations()
         self._carrier = LegCarrier(
             sender=sender,
@@ -132,8 +136,27 @@ class Legs:
         *,
         without_prefill: bool,
     ) -> Route:
+        admission = self._admission
+        is_first = failed is None and not without_prefill
+        if is_first and admission is not None and admission.must_wait(job):
+            turn = await admission.wait(job)
+            try:
+                return await self._choose(job, self._fleet(), suspects, None, without_prefill=False)
+            finally:
+                turn.end()
         # Who failed may be known as down by now, who restarted under its new ids.
         fleet = job.fleet if failed is None else self._fleet()
+        return await self._choose(job, fleet, suspects, failed, without_prefill=without_prefill)
+
+    async def _choose(
+        self,
+        job: Job,
+        fleet: Fleet,
+        suspects: Suspects,
+        failed: BalancerError | None,
+        *,
+        without_prefill: bool,
+    ) -> Route:
         for exclude in (suspects.ranks, suspects.latest):
             try:
                 route = await self._router.route(

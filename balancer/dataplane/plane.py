@@ -49,6 +49,7 @@ from balancer.core.routing.full_reports import FullReports
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.core.settings.encode import EncodeSettings
 from balancer.core.settings.reliability import ReliabilitySettings
+from balancer.dataplane.admission import Admission
 from balancer.dataplane.answers import AnswerPasser
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.encoding import EncodeMeans
@@ -102,6 +103,7 @@ class DataPlane:
         full_reports: FullReports | None = None,
         encoded: EncodedItems | None = None,
         reliability: Reliability | None = None,
+        admission: Admission | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
         self.running = 0
@@ -143,6 +145,7 @@ class DataPlane:
                 clock=clock,
                 new_id=new_id,
             ),
+            admission=admission,
         )
         self._handling = handling or Handling()
         placing = Placing(ledger=ledger, clock=clock, vetting=sender.reliability)
@@ -365,5 +368,6 @@ def _facts(record: RequestRecord) -> dict[str, Any]:
         "prompt_tokens": record.prompt_tokens,
         "overlap_tokens": record.chosen_tokens,
         "cached_tokens": record.cached_tokens,
+        **({} if record.waited_s is None else {"waited_s": round(record.waited_s, 4)}),
         "seconds": round((record.ended_s or record.arrived_s) - record.arrived_s, 4),
     }

@@ -155,6 +155,11 @@ class Router:
         return self._ranks
 
     @property
+    def max_requests_per_rank(self) -> int:
+        """As set now; 0: no limit."""
+        return self._settings.max_requests_per_rank
+
+    @property
     def unknown_ranks(self) -> int:
         """Ranks in the index's answers that the fleet doesn't have, summed over lookups."""
         return self._ranks.unknown

@@ -137,6 +137,11 @@ class LegGuard(Protocol):
 class LoadLedger(Protocol):
     """Every implementation passes tests/conformance/test_load_ledger.py."""
 
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether prefill has been seen often enough for its rate to be more than a prior."""
+        ...
+
     def load(self, rank: RankId) -> RankLoad: ...
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:

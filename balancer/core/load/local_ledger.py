@@ -239,6 +239,11 @@ class LocalLedger:
         return self._transfers.rates(source, target, self._clock())
 
     @property
+    def knows_prefill(self) -> bool:
+        """Whether prefill has been seen often enough for its rate to be more than a prior."""
+        return self._learned.knows_prefill
+
+    @property
     def knows_rates(self) -> bool:
         """Whether prefill and transfer have been seen often enough to compare their times."""
         return self._learned.knows_prefill and self._transfers.are_known

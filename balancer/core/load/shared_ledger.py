@@ -139,6 +139,11 @@ class SharedLedger:
         return self._local.transfer(source, target)
 
     @property
+    def knows_prefill(self) -> bool:
+        """Whether prefill has been seen often enough for its rate to be more than a prior."""
+        return self._local.knows_prefill
+
+    @property
     def knows_rates(self) -> bool:
         """Whether prefill and transfer have been seen often enough to compare their times."""
         return self._local.knows_rates

@@ -134,7 +134,8 @@ async def test_routing_and_pd_are_used_from_the_next_request_on(
 ) -> None:
     """What `/status` shows is what is used."""
     instances = [{"url": engine.url}]
-    async with balancer_factory({"instances": instances}) as balancer:
+    config = {"instances": instances, "admission": {"max_waiting": 0}}
+    async with balancer_factory(config) as balancer:
         await balancer.available()
         balancer.app.reconfigure(
             configure(

@@ -22,9 +22,11 @@ from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.record import RequestRecord
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.policies import named_policy
+from balancer.core.settings.admission import AdmissionSettings
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.core.settings.reliability import ReliabilitySettings
 from balancer.core.settings.routing import PdSettings, RoutingSettings
+from balancer.dataplane.admission import Admission, Room
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.direct import direct_protocol
 from balancer.dataplane.exchange import AsgiExchange
@@ -271,6 +273,21 @@ class Balancer:
             tracing=options.get("tracing"),
             vetting=self.reliability,
         )
+        self.waits: list[str] = []
+        """What came of each wait for room."""
+        admission_settings = options.pop("admission", AdmissionSettings(rank_queue_s=0))
+        self.admission = Admission(
+            room=Room(
+                ledger=self.ledger,
+                vetting=self.reliability,
+                settings=admission_settings,
+                max_requests_per_rank=lambda: router.max_requests_per_rank,
+            ),
+            settings=admission_settings,
+            fleet=lambda: self.fleet,
+            clock=clock,
+            on_waited=lambda outcome, _: self.waits.append(outcome),
+        )
         self._ids = count(1)
         self._noted = asyncio.Event()
         self.dataplane = DataPlane(
@@ -285,6 +302,7 @@ class Balancer:
                 "report_health": lambda *told: self.health.append(told),
                 "new_id": lambda: f"made-up-{next(self._ids)}",
                 "reliability": self.reliability,
+                "admission": self.admission,
                 **options,
             }
         )

@@ -1,0 +1,203 @@
+"""Who is decided at once, and who waits in the balancer until a rank has room.
+
+Rules:
+
+1. Nobody waits while any rank that could answer has room and nobody waited before. Where prefill
+   instances serve the model, one of them needs room, too. And no more than `requests_per_s`.
+2. A request that waited is decided by what the fleet, the index and the load are then, not by what
+   they were when it came.
+3. A client that leaves gives up its place at once.
+4. Only first decisions wait: a further attempt of a request that an engine failed doesn't.
+
+Room comes with time as well as with events, so whoever is first looks every `LOOK_S`.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from balancer.core.errors import OverloadedError
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.http.headers import find_header
+from balancer.core.load.ledger import LoadLedger, RankLoad
+from balancer.core.reliability.vetting import Vetting
+from balancer.core.request import GenerateRequest
+from balancer.core.routing.candidates import BYTES_PER_TOKEN, find_pool
+from balancer.core.routing.pace import Pace
+from balancer.core.routing.waiting_line import Ticket, WaitingLine
+from balancer.core.routing.ways import queued_s
+from balancer.core.settings.admission import AdmissionSettings
+from balancer.dataplane.jobs import Job
+
+LOOK_S = 0.01
+
+
+class Room:
+    """Whether ranks can take more."""
+
+    def __init__(
+        self,
+        *,
+        ledger: LoadLedger,
+        vetting: Vetting,
+        settings: AdmissionSettings,
+        max_requests_per_rank: Callable[[], int],
+    ) -> None:
+        self._ledger = ledger
+        self._vetting = vetting
+        self._settings = settings
+        self._max_requests = max_requests_per_rank
+
+    def exists(self, fleet: Fleet, model: str) -> bool:
+        """Tell if a request for `model` can be decided now. Raises ModelNotFoundError or NoInstanceError."""
+        longest_s = self._settings.rank_queue_s if self._ledger.knows_prefill else 0.0
+        most = self._max_requests()
+        if not longest_s and not most:
+            return True
+
+        def is_open(load: RankLoad) -> bool:
+            if 0 < most <= load.requests:
+                return False
+            return not longest_s or queued_s(load) < longest_s
+
+        pool = find_pool(fleet, model)
+        return self._any(pool.answering, is_open) and (
+            not pool.prefill or self._any(pool.prefill, is_open)
+        )
+
+    def _any(self, instances: Iterable[Instance], is_open: Callable[[RankLoad], bool]) -> bool:
+        usable = self._vetting.usable(tuple(instances), frozenset())
+        return any(is_open(self._ledger.load(rank)) for each in usable for rank in each.rank_ids())
+
+
+class Turn:
+    """Somebody was let in: nobody else is, before `end`."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def end(self) -> None:
+        """It has booked, or given up."""
+        self._end()
+
+
+class Admission:
+    """One per process."""
+
+    def __init__(
+        self,
+        *,
+        room: Room,
+        settings: AdmissionSettings,
+        fleet: Callable[[], Fleet],
+        clock: Callable[[], float],
+        on_waited: Callable[[str, float], None] = lambda _outcome, _seconds: None,
+    ) -> None:
+        """`on_waited` is told what came of each wait (admitted, refused, left) and its seconds."""
+        self._room = room
+        self._settings = settings
+        self._fleet = fleet
+        self._clock = clock
+        self._on_waited = on_waited
+        self._pace = Pace(settings.requests_per_s)
+        self._lines: dict[str, WaitingLine] = {}
+
+    @property
+    def waiting(self) -> Mapping[str, int]:
+        """Requests that wait, by base model."""
+        return {model: len(line) for model, line in self._lines.items()}
+
+    def must_wait(self, job: Job) -> bool:
+        """Whether `wait` is to be called before the request is decided; if not, it is let in."""
+        if job.request.base_model in self._lines or not self._is_open(job, job.fleet):
+            return True
+        self._pace.take()
+        return False
+
+    async def wait(self, job: Job) -> Turn:
+        """Return when it is its turn. Raises OverloadedError, or as `Room.exists` does."""
+        model = job.request.base_model
+        line = self._lines.get(model)
+        if line is None:
+            line = self._lines[model] = WaitingLine(self._settings)
+        woken = asyncio.Event()
+        arrived_s = self._clock()
+        outcome = "left"
+        try:
+            ticket = line.enter(
+                client=_client(job.request),
+                priority=_priority(job.request),
+                tokens=job.prompt.prompt_tokens or len(job.request.raw_body) // BYTES_PER_TOKEN,
+                now_s=arrived_s,
+                wake=woken.set,
+            )
+            await self._until_first(job, line, ticket, woken)
+            outcome = "admitted"
+        except OverloadedError:
+            outcome = "refused"
+            raise
+        finally:
+            job.record.waited_s = self._clock() - arrived_s
+            self._on_waited(outcome, job.record.waited_s)
+            self._tidy(model, line)
+        return Turn(lambda: self._end(model, line))
+
+    async def _until_first(
+        self, job: Job, line: WaitingLine, ticket: Ticket, woken: asyncio.Event
+    ) -> None:
+        try:
+            while not self._may_enter(job, line, is_first=line.first is ticket):
+                line.refuse_overdue(self._clock())
+                if ticket.is_refused:
+                    raise line.refusal(self._clock())
+                await _woken(woken, LOOK_S if line.first is ticket else None)
+            line.take(ticket)
+            self._pace.take()
+        finally:
+            line.leave(ticket)
+
+    def _may_enter(self, job: Job, line: WaitingLine, *, is_first: bool) -> bool:
+        if not is_first or line.is_taken:
+            return False
+        return self._is_open(job, self._fleet())
+
+    def _is_open(self, job: Job, fleet: Fleet) -> bool:
+        return self._pace.has_room(self._clock()) and self._room.exists(fleet, job.request.model)
+
+    def _end(self, model: str, line: WaitingLine) -> None:
+        line.end_turn()
+        self._tidy(model, line)
+
+    def _tidy(self, model: str, line: WaitingLine) -> None:
+        if line.is_idle:
+            self._lines.pop(model, None)
+
+
+async def _woken(woken: asyncio.Event, within_s: float | None) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await woken.wait()
+    woken.clear()
+
+
+def _client(request: GenerateRequest) -> str:
+    """Whose share it takes: a key is compared, and kept only while it waits."""
+    for name in (b"authorization", b"x-api-key"):
+        value = find_header(request.headers, name)
+        if value:
+            return value.decode("latin-1")
+    return ""
+
+
+def _priority(request: GenerateRequest) -> int:
+    """As vLLM reads it: `priority` of the body, else the header; smaller is earlier."""
+    asked = request.body.get("priority")
+    if isinstance(asked, int):
+        return asked
+    header = find_header(request.headers, b"x-vllm-priority")
+    try:
+        return int(header) if header else 0
+    except ValueError:
+        return 0  # the engine says what is wrong with it

@@ -1,0 +1,214 @@
+"""The line for room: who goes first, who is refused, and when."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.core.errors import OverloadedError
+from balancer.core.routing.waiting_line import Ticket, WaitingLine
+from balancer.core.settings.admission import AdmissionSettings
+
+
+class Crowd:
+    """A line, and who was woken."""
+
+    def __init__(self, **settings: float) -> None:
+        self.line = WaitingLine(AdmissionSettings(**settings))  # type: ignore[arg-type]
+        self.woken: list[str] = []
+        self.names: dict[int, str] = {}
+
+    def enter(
+        self, name: str, *, client: str = "", priority: int = 0, tokens: int = 100, now_s: float = 0
+    ) -> Ticket:
+        ticket = self.line.enter(
+            client=client,
+            priority=priority,
+            tokens=tokens,
+            now_s=now_s,
+            wake=lambda: self.woken.append(name),
+        )
+        self.names[ticket.number] = name
+        return ticket
+
+    def serve(self) -> str:
+        """Let the first one in and have it book."""
+        first = self.line.first
+        assert first is not None
+        self.line.take(first)
+        self.line.end_turn()
+        return self.names[first.number]
+
+    def serve_all(self) -> list[str]:
+        return [self.serve() for _ in range(len(self.line))]
+
+
+def test_first_come_first_served() -> None:
+    """Of one client and priority."""
+    crowd = Crowd()
+    for name in "abc":
+        crowd.enter(name, tokens=1)
+
+    assert crowd.serve_all() == ["a", "b", "c"]
+    assert crowd.line.first is None
+    assert crowd.line.is_idle
+
+
+def test_smaller_priority_goes_first() -> None:
+    """As in vLLM, whoever came when."""
+    crowd = Crowd()
+    for name, priority in (("late", 5), ("usual", 0), ("urgent", -1)):
+        crowd.enter(name, priority=priority)
+
+    assert crowd.serve_all() == ["urgent", "usual", "late"]
+
+
+def test_a_busy_client_does_not_keep_another_waiting() -> None:
+    """Who asks for one thing isn't behind the ten that somebody else asked for before."""
+    crowd = Crowd()
+    for number in range(10):
+        crowd.enter(f"busy{number}", client="busy")
+    crowd.enter("modest", client="modest")
+
+    assert crowd.serve_all().index("modest") <= 1
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 500)), min_size=30, max_size=60),
+)
+def test_shares_are_equal_in_tokens(asked: list[tuple[str, int]]) -> None:
+    """While both wait neither gets more than the other by over one request of each."""
+    crowd = Crowd()
+    tokens = {}
+    for number, (client, size) in enumerate(asked):
+        tokens[crowd.enter(f"{client}{number}", client=client, tokens=size).number] = size
+    got: Counter[str] = Counter()
+    sizes = {crowd.names[number]: size for number, size in tokens.items()}
+    left = Counter(client for client, _ in asked)
+    while all(left[client] for client in "ab"):
+        name = crowd.serve()
+        got[name[0]] += sizes[name]
+        left[name[0]] -= 1
+        assert abs(got["a"] - got["b"]) <= 2 * 500
+
+
+def test_an_idle_client_saves_nothing_up() -> None:
+    """Who comes after others were served for long starts where they are."""
+    crowd = Crowd()
+    for number in range(20):
+        crowd.enter(f"a{number}", client="a")
+    for _ in range(10):
+        crowd.serve()
+    for number in range(10):
+        crowd.enter(f"b{number}", client="b")
+
+    assert Counter(crowd.serve()[0] for _ in range(10)) == {"a": 5, "b": 5}
+
+
+def test_a_full_line_refuses_the_newcomer() -> None:
+    """With the time that the first one has waited as a hint."""
+    crowd = Crowd(max_waiting=2)
+    for name in "ab":
+        crowd.enter(name)
+
+    with pytest.raises(OverloadedError) as refused:
+        crowd.enter("c", now_s=4.2)
+
+    assert refused.value.retry_after_s == 5
+    assert crowd.serve_all() == ["a", "b"]
+
+
+def test_a_full_line_makes_room_for_who_is_more_urgent() -> None:
+    """The last of those that wait is refused instead, and told."""
+    crowd = Crowd(max_waiting=2)
+    tickets = [crowd.enter(name) for name in "ab"]
+    crowd.enter("urgent", priority=-1)
+
+    assert [each.is_refused for each in tickets] == [False, True]
+    assert "b" in crowd.woken
+    assert crowd.serve_all() == ["urgent", "a"]
+
+
+def test_nobody_may_wait_where_none_is_allowed() -> None:
+    """`max_waiting: 0` refuses at once."""
+    with pytest.raises(OverloadedError) as refused:
+        Crowd(max_waiting=0).enter("a")
+
+    assert refused.value.retry_after_s == 1
+
+
+def test_who_waits_too_long_is_refused() -> None:
+    """The longest wait counts for each by itself."""
+    crowd = Crowd(max_wait_s=5, standing_s=100)
+    first = crowd.enter("a", now_s=0)
+    second = crowd.enter("b", now_s=3)
+    crowd.line.refuse_overdue(4.9)
+    early = first.is_refused
+    crowd.line.refuse_overdue(5)
+
+    assert (early, first.is_refused, second.is_refused) == (False, True, False)
+    assert crowd.line.refusal(6).retry_after_s == 3
+
+
+def test_in_a_standing_line_the_limit_is_short() -> None:
+    """More comes than can be served: waiting long would only make everybody late."""
+    crowd = Crowd(max_wait_s=60, standing_s=10, standing_wait_s=2)
+    tickets = [crowd.enter(str(at_s), now_s=at_s) for at_s in (0, 7.5, 9)]
+    crowd.line.refuse_overdue(9.9)
+    before = [each.is_refused for each in tickets]
+    crowd.line.refuse_overdue(10)
+
+    assert before == [False, False, False]
+    assert [each.is_refused for each in tickets] == [True, True, False]
+
+
+def test_an_empty_line_begins_anew() -> None:
+    """A burst after a quiet moment may wait for the long time again."""
+    crowd = Crowd(max_wait_s=60, standing_s=10, standing_wait_s=2)
+    crowd.enter("a", now_s=0)
+    crowd.serve()
+    late = crowd.enter("b", now_s=20)
+    crowd.line.refuse_overdue(25)
+
+    assert not late.is_refused
+
+
+def test_overdue_tickets_may_be_all() -> None:
+    """Then nobody is first."""
+    crowd = Crowd(max_wait_s=1)
+    crowd.enter("a", now_s=0)
+    crowd.line.refuse_overdue(2)
+
+    assert len(crowd.line) == 0
+    assert crowd.line.first is None
+    assert crowd.line.refusal(2).retry_after_s == 1
+
+
+def test_one_turn_at_a_time() -> None:
+    """The next is woken when who was let in has booked."""
+    crowd = Crowd()
+    first = crowd.enter("a")
+    crowd.enter("b")
+    crowd.line.take(first)
+    crowd.woken.clear()
+    taken = (crowd.line.is_taken, crowd.line.is_idle)
+    crowd.line.end_turn()
+
+    assert taken == (True, False)
+    assert crowd.woken == ["b"]
+    assert not crowd.line.is_taken
+
+
+def test_who_leaves_wakes_the_next_if_it_was_first() -> None:
+    """Others that leave change nothing; leaving twice neither."""
+    crowd = Crowd()
+    first, second, _ = (crowd.enter(name) for name in "abc")
+    crowd.line.leave(second)
+    crowd.line.leave(second)
+    unheard = list(crowd.woken)
+    crowd.line.leave(first)
+
+    assert unheard == []
+    assert crowd.woken == ["c"]
+    assert crowd.serve_all() == ["c"]

@@ -1,0 +1,334 @@
+"""Requests that no rank has room for: they wait in line, are let in by turn, or are refused."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import pytest
+
+from balancer.core.errors import NoInstanceError
+from balancer.core.fleet.snapshot import Fleet, Role
+from balancer.core.load.ledger import RankLoad, RankRates
+from balancer.core.reliability.vetting import NoVetting
+from balancer.core.settings.admission import AdmissionSettings
+from balancer.core.settings.routing import RoutingSettings
+from balancer.dataplane.admission import Room
+from indexer.core.types import RankId
+
+COMPLETIONS = "/v1/completions"
+ONE_EACH = RoutingSettings(max_requests_per_rank=1)
+
+
+@dataclass
+class Gate:
+    """An engine's script that answers when it is told to."""
+
+    asked: list[str] = field(default_factory=list)
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+
+    async def __call__(self, received: Any, wire: Any) -> None:
+        self.asked.append(received.json["user"])
+        await self.permits.acquire()
+        await wire.json({"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1}})
+
+
+def body(user: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": [1, 2, 3], "user": user} | fields
+
+
+@dataclass
+class Crowd:
+    """Requests sent one after the other, each before the next, to one engine with one place."""
+
+    served: Any
+    client: httpx.AsyncClient
+    until: Any
+    group: asyncio.TaskGroup
+    sent: int = 0
+
+    async def send(
+        self, user: str, headers: dict[str, str] | None = None, **fields: Any
+    ) -> "asyncio.Task[httpx.Response]":
+        url = self.served.url + COMPLETIONS
+        answer = self.group.create_task(
+            self.client.post(url, json=body(user, **fields), headers=headers)
+        )
+        self.sent += 1
+        await self.until(lambda: self.served.dataplane.running == self.sent)
+        await self.until(lambda: self.waiting == self.sent - 1)
+        return answer
+
+    @property
+    def waiting(self) -> int:
+        return sum(self.served.admission.waiting.values())
+
+
+async def test_a_request_waits_for_room_and_is_served(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """The engine has one at a time; nobody is told 503."""
+    gate = Gate()
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), routing=ONE_EACH) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        answers = [await crowd.send(name) for name in "ab"]
+        await running.wait_for_requests(1)
+        seen = list(gate.asked)
+        gate.permits.release()
+        await running.wait_for_requests(2)
+        gate.permits.release()
+
+    assert seen == ["a"]
+    assert [each.result().status_code for each in answers] == [200, 200]
+    assert served.waits == ["admitted"]
+    assert served.admission.waiting == {}
+    waited = {record.waited_s is not None for record in served.records}
+    assert waited == {True, False}
+
+
+async def test_the_urgent_and_the_modest_go_first(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """By priority, in the body or the header; within one, clients get equal shares."""
+    gate = Gate()
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), routing=ONE_EACH) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        busy, modest = ({"authorization": f"Bearer {name}"} for name in ("busy", "modest"))
+        for name in ("first", "busy1", "busy2", "busy3"):
+            await crowd.send(name, busy)
+        await crowd.send("modest", modest)
+        await crowd.send("urgent", busy, priority=-1)
+        await crowd.send("soon", busy | {"x-vllm-priority": "-1"})
+        await crowd.send("nonsense", {"x-vllm-priority": "often", "x-api-key": "k"})
+        for _ in range(crowd.sent):
+            gate.permits.release()
+
+    assert gate.asked[:3] == ["first", "urgent", "soon"]
+    assert gate.asked.index("modest") < gate.asked.index("busy3")
+    assert gate.asked.index("nonsense") < gate.asked.index("busy3")
+    assert len(gate.asked) == 8
+
+
+async def test_who_waits_too_long_gets_503(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """In OpenAI's form, with the code of a full fleet and when to come back. No engine hears of it."""
+    gate = Gate()
+    admission = AdmissionSettings(rank_queue_s=0, max_wait_s=0.05)
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        first = await crowd.send("a")
+        refused = await client.post(served.url + COMPLETIONS, json=body("b"))
+        gate.permits.release()
+
+    assert first.result().status_code == 200
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert gate.asked == ["a"]
+    assert served.waits == ["refused"]
+
+
+async def test_a_full_line_is_told_at_once(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """`max_waiting: 0` is how it was before there was a line."""
+    gate = Gate()
+    admission = AdmissionSettings(rank_queue_s=0, max_waiting=0)
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        await Crowd(served, client, until, group).send("a")
+        refused = await client.post(served.url + COMPLETIONS, json=body("b"))
+        gate.permits.release()
+
+    assert refused.status_code == 503
+    assert served.admission.waiting == {}
+
+
+async def test_a_client_that_leaves_gives_up_its_place(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    raw_client: Any,
+    until: Any,
+) -> None:
+    """Within moments, and the one behind it goes on."""
+    gate = Gate()
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), routing=ONE_EACH) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        await crowd.send("a")
+        async with raw_client(served) as impatient:
+            await impatient.post(COMPLETIONS, body("impatient"))
+            await until(lambda: crowd.waiting == 1)
+            crowd.sent += 1
+            last = await crowd.send("b")
+            impatient.leave()
+            await until(lambda: crowd.waiting == 1)
+        gate.permits.release()
+        gate.permits.release()
+
+    assert last.result().status_code == 200
+    assert gate.asked == ["a", "b"]
+    assert sorted(served.waits) == ["admitted", "left"]
+    assert served.in_flight() == 0
+
+
+async def test_who_waited_is_decided_by_the_fleet_of_then(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """An engine that was added meanwhile gets it at once."""
+    full, fresh = Gate(), Gate()
+    async with (
+        engine(full) as running,
+        engine(fresh) as added,
+        balancer(instance(running), routing=ONE_EACH) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        await crowd.send("a")
+        answer = await crowd.send("b")
+        served.fleet = Fleet(instances=(*served.fleet.instances, instance(added, "e1")))
+        fresh.permits.release()
+        assert (await answer).status_code == 200
+        full.permits.release()
+
+    assert fresh.asked == ["b"]
+
+
+async def test_a_fleet_that_dies_lets_nobody_wait(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """Nobody is left who could have room: that is told at once, and as what it is."""
+    gate = Gate()
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), routing=ONE_EACH) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        await crowd.send("a")
+        answer = await crowd.send("b")
+        served.fleet = Fleet(
+            instances=tuple(replace(each, healthy=False) for each in served.fleet.instances)
+        )
+        refused = await answer
+        gate.permits.release()
+
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "no_instance"
+    assert served.waits == ["left"]
+
+
+async def test_what_comes_too_fast_waits(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """All are served in the end, however many came at once."""
+    gate = Gate(permits=asyncio.Semaphore(20))
+    admission = AdmissionSettings(rank_queue_s=0, requests_per_s=50)
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), admission=admission) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        answers = [
+            group.create_task(client.post(served.url + COMPLETIONS, json=body(str(number))))
+            for number in range(20)
+        ]
+
+    assert {each.result().status_code for each in answers} == {200}
+    assert 10 <= served.waits.count("admitted") <= 15
+
+
+@dataclass
+class Loads:
+    """A ledger that says what it was told."""
+
+    by_rank: dict[RankId, RankLoad] = field(default_factory=dict)
+    knows_prefill: bool = True
+
+    def load(self, rank: RankId) -> RankLoad:
+        return self.by_rank.get(rank, RankLoad())
+
+
+def queue(seconds: float) -> RankLoad:
+    """A rank with so much prefill before it."""
+    rates = RankRates(prefill_s_per_token=0.001, fixed_s=0.0)
+    tokens = round(seconds * 1000)
+    return RankLoad(
+        requests=1, queued_tokens=tokens, oldest_queued_s=0.0, head_tokens=tokens, rates=rates
+    )
+
+
+@pytest.fixture
+def room(instance: Any) -> Any:
+    """Whether there is room, with queues of so many seconds."""
+
+    def is_there(
+        queues: dict[str, float],
+        *,
+        roles: dict[str, Role] | None = None,
+        knows_prefill: bool = True,
+        rank_queue_s: float = 2.0,
+    ) -> bool:
+        instances = tuple(
+            instance(f"http://{alias}:1", alias, role=(roles or {}).get(alias, Role.MIXED))
+            for alias in queues
+        )
+        by_rank = {next(iter(each.rank_ids())): queue(queues[each.alias]) for each in instances}
+        room = Room(
+            ledger=Loads(by_rank, knows_prefill),  # type: ignore[arg-type]
+            vetting=NoVetting(),
+            settings=AdmissionSettings(rank_queue_s=rank_queue_s),
+            max_requests_per_rank=lambda: 0,
+        )
+        return room.exists(Fleet(instances=instances), "m")
+
+    return is_there
+
+
+def test_one_short_queue_is_room(room: Any) -> None:
+    """Only if every rank has more before it than allowed nobody is let in."""
+    assert room({"a": 3.0, "b": 1.9})
+    assert not room({"a": 3.0, "b": 2.1})
+
+
+def test_without_rates_queues_are_not_known(room: Any) -> None:
+    """A prior could hold up a fleet that is ten times as fast."""
+    assert room({"a": 30.0}, knows_prefill=False)
+    assert room({"a": 30.0}, rank_queue_s=0.0)
+
+
+def test_a_prefill_rank_needs_room_as_well(room: Any) -> None:
+    """Where there are some: the decode side alone can't begin."""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+
+    assert room({"p": 1.0, "d": 0.0}, roles=roles)
+    assert not room({"p": 3.0, "d": 0.0}, roles=roles)
+    assert not room({"p": 0.0, "d": 3.0}, roles=roles)
+
+
+def test_without_anybody_there_is_no_line(room: Any) -> None:
+    """It isn't room that is missing."""
+    with pytest.raises(NoInstanceError):
+        room({"p": 0.0}, roles={"p": Role.PREFILL})
