@@ -20,6 +20,9 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=2000, help="of each run (2000)")
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second (20)")
     parser.add_argument("--connector", choices=get_args(ConnectorName), help="for all seeds")
+    parser.add_argument(
+        "--usual", action="store_true", help="retries and their budget as they are unless set"
+    )
     parser.add_argument("--keep", type=Path, help="folder for settings and logs of balancers")
     return parser.parse_args()
 
@@ -33,6 +36,7 @@ async def _play_all(arguments: argparse.Namespace, folder: Path) -> list[Run]:
             requests=arguments.requests,
             rate_per_s=arguments.rate,
             connector=arguments.connector,
+            is_usual=arguments.usual,
         )
         run = await play(scenario, folder)
         runs.append(run)

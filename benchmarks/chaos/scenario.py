@@ -23,8 +23,9 @@ _LIMITS = {
     "connect_timeout_s": 2.0,
     "first_byte_timeout_s": 5.0,
     "idle_timeout_s": 5.0,
-    "retries": 6,
 }
+_PATIENT = {"retries": 6}
+_PREFILL_ATTEMPTS = {"prefill_attempts": 4}
 _RELIABILITY = {"retry_share": 1.0, "least_retries": 1000}
 """Something befalls an engine every 0.7 s: the usual budget of retries is for calmer times."""
 _PROBES = {"interval_s": 0.5, "timeout_s": 2.0, "unhealthy_after": 2}
@@ -42,10 +43,18 @@ class Scenario:
     """Every prompt takes a prefill leg, as long as somebody runs it."""
     stands_in: bool
     """A decode engine may prefill if the prefill engines fail."""
+    is_usual: bool = False
+    """As many retries as kvlb makes unless told otherwise."""
 
     @classmethod
     def of(
-        cls, seed: int, *, requests: int, rate_per_s: float, connector: ConnectorName | None
+        cls,
+        seed: int,
+        *,
+        requests: int,
+        rate_per_s: float,
+        connector: ConnectorName | None,
+        is_usual: bool = False,
     ) -> "Scenario":
         """Over four seeds each connector has its turn, and over eight both ways of each."""
         turn = seed // len(CONNECTORS)
@@ -56,6 +65,7 @@ class Scenario:
             connector=connector or CONNECTORS[seed % len(CONNECTORS)],
             always_remote=(seed + turn) % 2 == 0,
             stands_in=turn % 2 == 0,
+            is_usual=is_usual,
         )
 
     @property
@@ -84,15 +94,15 @@ class Scenario:
         """The balancer's file."""
         return {
             "instances": [self._entry(each) for each in engines],
-            "dataplane": _LIMITS,
+            "dataplane": _LIMITS if self.is_usual else _LIMITS | _PATIENT,
             "probes": _PROBES,
-            "reliability": _RELIABILITY,
+            "reliability": {} if self.is_usual else _RELIABILITY,
             "tokens": {"deadline_s": 0.3},
             "pd": {
                 "force": "remote" if self.always_remote else "auto",
                 "local_prefill_max_tokens": 128,
                 "allow_local_on_failure": self.stands_in,
-                "prefill_attempts": 4,
+                **({} if self.is_usual else _PREFILL_ATTEMPTS),
             },
         }
 

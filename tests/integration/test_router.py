@@ -478,7 +478,7 @@ async def test_a_finished_prefill_leg_keeps_its_prediction(bench: Bench) -> None
 
 async def test_a_failed_prefill_leg_moves_to_another_rank(bench: Bench) -> None:
     """Once: attempts are limited to two, and the failed one's prediction is withdrawn."""
-    router = bench.build()
+    router = bench.build(pd=PdSettings(prefill_attempts=2))
     with await router.route(PD, request(), view()) as route:
         assert route.plan.prefill is not None
         first = route.plan.prefill.candidate.rank

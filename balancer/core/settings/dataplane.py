@@ -33,8 +33,9 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     decode engine says it, which counts all that it was handed as cached."""
     headers: Literal["full", "id", "off"] = "full"
     """`x-kvlb-*` headers on answers: all of them, the request id only, or none."""
-    retries: NonNegativeInt = 1
-    """Further instances tried while no byte has gone to the client."""
+    retries: NonNegativeInt = 2
+    """Further instances tried while no byte has gone to the client. Each may be the next victim of a
+    request that kills engines."""
     remembered_responses: NonNegativeInt = 50_000
     """Responses (`/v1/responses`) of which it is remembered which instance keeps them. Of others the
     instances are asked."""

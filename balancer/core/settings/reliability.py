@@ -36,9 +36,10 @@ class ReliabilitySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     max_outliers: Share = 0.5
     """Share of the instances of a role and model that comparison may hold back; one instance among
     two or more in any case."""
-    retry_share: Share = 0.2
-    """Retries of late, as a share of requests of late: a fleet that dies isn't asked twice."""
-    least_retries: NonNegativeInt = 10
+    retry_share: Share = 0.5
+    """Retries of late, as a share of requests of late: half of a fleet may die, and every request is
+    tried elsewhere; a fleet that dies as a whole isn't asked twice."""
+    least_retries: NonNegativeInt = 30
     """So many retries of late are allowed whatever the share."""
     window_s: PositiveFloat = 30.0
     """What "of late" means: things count less and less, a third after this time."""

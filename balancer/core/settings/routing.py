@@ -69,5 +69,5 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     allow_local_on_failure: bool = False
     """May a decode instance prefill a long prompt because every prefill instance failed or is
     down? Long prefills stall what it decodes, so this has to be asked for."""
-    prefill_attempts: PositiveInt = 2
+    prefill_attempts: PositiveInt = 3
     """Prefill instances tried for one request."""

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.core.settings.routing import PdSettings
 from balancer.core.settings.transfer import (
     NixlPushSettings,
@@ -164,7 +165,7 @@ async def test_a_lease_that_always_ends_is_an_honest_503(
             instance(p, "p0", role=Role.PREFILL, connector="nixl", transfer=settings),
             instance(d, "d0", role=Role.DECODE, connector="nixl"),
         ]
-        async with balancer(*fleet) as proxy:
+        async with balancer(*fleet, settings=DataPlaneSettings(retries=1)) as proxy:
             answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt())
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "lease_ended")
