@@ -215,6 +215,7 @@ class _Builder:
             encoded=self._encoded,
             reliability=self._reliability,
             admission=self._open_admission(),
+            notices=self._control.notices,
         )
         views = Views(self._registry, self._decisions, self._company.siblings)
         surface = Surface(

@@ -28,6 +28,7 @@ from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.core.settings.encode import EncodeSettings
 from balancer.core.settings.errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.settings.handlers import HandlerSettings
+from balancer.core.settings.notices import NoticeSettings
 from balancer.core.settings.registration import RegistrationSettings
 from balancer.core.settings.reliability import ReliabilitySettings
 from balancer.core.settings.routing import PdSettings, RoutingSettings
@@ -68,6 +69,8 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     handlers: HandlerSettings = HandlerSettings()
     registration: RegistrationSettings | None = None
     """None: engines can't announce themselves."""
+    lmcache_notices: NoticeSettings | None = None
+    """None: nobody listens to what LMCache's senders say."""
 
     @classmethod
     def entry_type(cls) -> type[InstanceSettings]:

@@ -87,6 +87,15 @@ class PullContext:
     """Leading prompt tokens that the source holds beyond the target's own."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """What the prefill side says over another channel before the decode leg has something to find."""
+
+    name: str
+    times: int
+    """How often it is said."""
+
+
 class NoTransferError(EngineError):
     """A prefill answer that doesn't let the decode leg start: a failed prefill leg."""
 
@@ -127,6 +136,10 @@ class Connector(Protocol):
     def needs_prefill(self, instance: Instance) -> bool:  # noqa: ARG002
         """Whether the decode engine `instance` takes no request without a prefill leg at all."""
         return False
+
+    def notice(self, context: LegContext) -> Notice | None:  # noqa: ARG002
+        """What a serial decode leg should wait for beside the prefill answer; None: nothing."""
+        return None
 
     def lease_s(self, context: LegContext) -> float | None:  # noqa: ARG002
         """How long after its answer the prefill engine's blocks may be counted on; None: no limit."""

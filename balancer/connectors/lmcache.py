@@ -14,6 +14,7 @@ from balancer.connectors.contract import (
     Connector,
     LegContext,
     LegRequest,
+    Notice,
     NoTransferError,
     settings_of,
     with_params,
@@ -48,6 +49,11 @@ class LmcacheConnector(Connector):
         if prefill_answer is None:
             raise NoTransferError("without a prefill answer the cache holds nothing to look for")
         return LegRequest(body=context.body)
+
+    def notice(self, context: LegContext) -> Notice | None:
+        """Each tensor-parallel rank says that it has sent its blocks to the receiver."""
+        ranks = len(settings_of(context.decode, LmcacheSettings).receiver_init_ports)
+        return Notice(name=context.attempt_id, times=ranks) if ranks else None
 
     def params(self) -> frozenset[str]:
         """The one of a receiver."""

@@ -20,8 +20,9 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
-from balancer.connectors.contract import Connector, LegContext, NoTransferError
+from balancer.connectors.contract import Connector, LegContext, Notice, NoTransferError
 from balancer.core.errors import (
     BalancerError,
     EngineError,
@@ -53,6 +54,7 @@ from balancer.dataplane.one_leg import (
     OnLegEnd,
     PrefillLegError,
 )
+from balancer.fleet.transfer_notices import Arrival, TransferNotices
 from balancer.routing.router import Route, Router
 from indexer.core.types import RankId
 
@@ -74,6 +76,7 @@ class Legs:
         full_reports: FullReports,
         encode: EncodeMeans,
         admission: Admission | None,
+        notices: TransferNotices | None,
     ) -> None:
         """`new_id` makes 32 hexadecimal digits that nobody else has."""
         self._fleet = fleet
@@ -86,6 +89,7 @@ class Legs:
         self._new_id = new_id
         self._encode = encode
         self._admission = admission
+        self._notices = notices
         self._conversations = Conversations()
         self._carrier = LegCarrier(
             sender=sender,
@@ -223,16 +227,28 @@ class Legs:
         deliver: Deliver,
     ) -> None:
         if connector.style(context) == "serial":
-            done = await self._carrier.prefill(
-                job, route, connector, context, lambda answer: connector.decode_leg(context, answer)
-            )
-            assert done.decode is not None  # noqa: S101  it was written just now
-            route.end_prefill()
+            with self._expecting(connector.notice(context)) as arrival:
+                done = await self._carrier.prefill(
+                    job,
+                    route,
+                    connector,
+                    context,
+                    lambda answer: connector.decode_leg(context, answer),
+                )
+                assert done.decode is not None  # noqa: S101  it was written just now
+                route.end_prefill()
+                if arrival is not None:
+                    await arrival.wait()
             lease_s = connector.lease_s(context)
             by_s = None if lease_s is None else done.answered_s + lease_s
             await self._carrier.decode(job, route, done.decode, deliver, by_s=by_s)
             return
         await self._carry_concurrent(job, route, connector, context, deliver)
+
+    def _expecting(self, notice: Notice | None) -> AbstractContextManager[Arrival | None]:
+        if self._notices is None or notice is None:
+            return nullcontext()
+        return self._notices.expecting(notice)
 
     async def _carry_concurrent(
         self,

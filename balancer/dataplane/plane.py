@@ -64,6 +64,7 @@ from balancer.dataplane.placing import Placing
 from balancer.dataplane.realtime import Realtime
 from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.upstream import Upstream
+from balancer.fleet.transfer_notices import TransferNotices
 from balancer.routing.router import Router
 from balancer.tracing import NoTracing, Tracing
 
@@ -104,6 +105,7 @@ class DataPlane:
         encoded: EncodedItems | None = None,
         reliability: Reliability | None = None,
         admission: Admission | None = None,
+        notices: TransferNotices | None = None,
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on."""
         self.running = 0
@@ -146,6 +148,7 @@ class DataPlane:
                 new_id=new_id,
             ),
             admission=admission,
+            notices=notices,
         )
         self._handling = handling or Handling()
         placing = Placing(ledger=ledger, clock=clock, vetting=sender.reliability)

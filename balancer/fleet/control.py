@@ -23,10 +23,11 @@ from balancer.fleet.admin import FleetAdmin
 from balancer.fleet.engine_client import EngineClient
 from balancer.fleet.fan_out import FanOut, Instances
 from balancer.fleet.keeper import FleetKeeper
-from balancer.fleet.member_metrics import MembershipCollector
+from balancer.fleet.member_metrics import MembershipCollector, NoticeCollector
 from balancer.fleet.members import ChangeStore, Members, Membership
 from balancer.fleet.registration import RegistrationService
 from balancer.fleet.routes import AdminSurface, admin_routes
+from balancer.fleet.transfer_notices import TransferNotices
 from indexer.core.types import InstanceId
 
 _RESTART_S = 1.0
@@ -92,6 +93,9 @@ class FleetControl:
         self.members.on_change = self._on_members
         self.registration = self._listen()
         registry.register(MembershipCollector(self.members, self.registration))
+        listens = config.lmcache_notices
+        self.notices = None if listens is None else TransferNotices(listens)
+        registry.register(NoticeCollector(self.notices))
         self._admin = FleetAdmin(
             self.members, engines=engines, engine_keys=engine_keys, fleet=keeper.snapshot
         )
@@ -154,11 +158,15 @@ class FleetControl:
             group.create_task(self._going(self.members.run))
             if self.registration is not None:
                 group.create_task(self._going(self.registration.run))
+            if self.notices is not None:
+                group.create_task(self._going(self.notices.run))
 
     def close(self) -> None:
         """Stop listening. Only after `run` has ended."""
         if self.registration is not None:
             self.registration.close()
+        if self.notices is not None:
+            self.notices.close()
 
     def _listen(self) -> RegistrationService | None:
         if self._book is None or self._settings is None:

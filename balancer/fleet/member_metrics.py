@@ -10,6 +10,7 @@ from balancer.config import BalancerConfig
 from balancer.core.fleet.roster import Origin
 from balancer.fleet.members import Members
 from balancer.fleet.registration import RegistrationService
+from balancer.fleet.transfer_notices import TransferNotices
 
 
 class MembershipCollector(Collector):
@@ -49,4 +50,37 @@ class MembershipCollector(Collector):
             "kvlb_registration_messages_total",
             "Messages to the registration service, of use or not.",
             service.heard if service else 0,
+        )
+
+
+class NoticeCollector(Collector):
+    """What LMCache's senders said."""
+
+    def __init__(self, notices: TransferNotices | None) -> None:
+        self._notices = notices
+
+    def describe(self) -> Iterable[Metric]:
+        """Name them without a scrape."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Read everything."""
+        notices = self._notices
+        refused = CounterMetricFamily(
+            "kvlb_transfer_notices_refused_total",
+            "Messages of LMCache's senders that were of no use, by reason.",
+            labels=("reason",),
+        )
+        for reason, times in sorted(notices.refused.items()) if notices else ():
+            refused.add_metric((reason,), times)
+        yield refused
+        yield CounterMetricFamily(
+            "kvlb_transfer_notices_total",
+            "Messages of LMCache's senders, of use or not.",
+            notices.heard if notices else 0,
+        )
+        yield CounterMetricFamily(
+            "kvlb_transfer_notices_missed_total",
+            "Decode legs that went out without the notice they had waited for.",
+            notices.missed if notices else 0,
         )

@@ -18,10 +18,10 @@ from balancer.core.fleet.registrations import (
     RegistrationRefusedError,
 )
 from balancer.core.settings.errors import ConfigError
+from balancer.fleet.draining import drain
 from indexer.core.throttle import Throttle
 
 _LOG_INTERVAL_S = 10.0
-_BURST_MESSAGES = 256
 _TURN_S = 0.5
 """How often time is let pass, at least."""
 
@@ -70,7 +70,7 @@ class RegistrationService:
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         while True:
             await self._socket.poll(int(_TURN_S * 1000))
-            changes = [self._take(frames) for frames in _drain(plain)]
+            changes = [self._take(frames) for frames in drain(plain)]
             if self._book.on_time(self._clock()) or any(changes):
                 self._on_change()
             await asyncio.sleep(0)  # whoever floods this port gets no more than a share
@@ -87,13 +87,3 @@ class RegistrationService:
             if self._throttle.admits(error.reason, self._clock()):
                 _logger.warning("registration_refused", reason=error.reason)
             return False
-
-
-def _drain(socket: "zmq.Socket[bytes]") -> list[list[bytes]]:
-    messages: list[list[bytes]] = []
-    try:
-        while len(messages) < _BURST_MESSAGES:
-            messages.append(socket.recv_multipart(zmq.NOBLOCK))
-    except zmq.Again:
-        pass
-    return messages

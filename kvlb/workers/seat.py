@@ -92,7 +92,9 @@ class Seat:
 
     def share(self, settings: KvlbSettings) -> KvlbSettings:
         """What only one process can do, the first does: its siblings hear of it through Redis."""
-        return settings if not self.number else msgspec.structs.replace(settings, registration=None)
+        if not self.number:
+            return settings
+        return msgspec.structs.replace(settings, registration=None, lmcache_notices=None)
 
     def attach(self, views: Views) -> None:
         """From now on the parent may ask what this process has to show."""
