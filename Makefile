@@ -46,7 +46,7 @@ contracts: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest -m "not e2e and not engine" --numprocesses 2 --dist worksteal --cov --cov-report=
-	$(BIN)/coverage report --include='balancer/core/*,balancer/connectors/*,indexer/core/*,kvlb/doctor/core/*,simulator/core/*' --fail-under=100
+	$(BIN)/coverage report --include='balancer/core/*,balancer/connectors/*,indexer/core/*,kvlb/doctor/core/*,kvlb/replay/core/*,simulator/core/*' --fail-under=100
 	$(BIN)/coverage report --fail-under=90 --skip-covered
 
 e2e: $(READY) ## Tests that start real processes.

@@ -6,27 +6,27 @@ a fleet over hours, through restarts and outages.
 """
 
 import asyncio
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
-import httpx
+import msgspec
 import structlog
 
 from kvlb.balancer_url import balancer_url
 from kvlb.errors import PeerError
 from kvlb.event_loop import run_command, stop_event
 from kvlb.logs import configure_logs
+from kvlb.openai_endpoint import CallFailedError, OpenAiEndpoint
+from kvlb.replay.core.answer import AnswerReader
+from kvlb.replay.core.prompts import CHAT
 from simulator.workload import Conversation, WorkloadShape, conversations
 
 CONVERSATIONS_PER_SEED = 32
 MOST_CONVERSATIONS = 64
 """Under way at once; a fleet that is slower than the rate isn't buried."""
 MODEL_PAUSE_S = 1.0
-DATA = "data: {"
 
 _logger = structlog.get_logger(__name__)
 
@@ -57,11 +57,10 @@ class LoadCounts:
     cached_tokens: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def add_answer(self, usage: Mapping[str, Any]) -> None:
-        details = usage.get("prompt_tokens_details") or {}
+    def add_answer(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         self.answered += 1
-        self.prompt_tokens += usage.get("prompt_tokens") or 0
-        self.cached_tokens += details.get("cached_tokens") or 0
+        self.prompt_tokens += prompt_tokens or 0
+        self.cached_tokens += cached_tokens or 0
         self.changed.set()
 
     def add_failure(self) -> None:
@@ -73,10 +72,6 @@ class LoadCounts:
         while requests is None or self.answered + self.failed < requests:
             self.changed.clear()
             await self.changed.wait()
-
-
-class _TurnFailedError(Exception):
-    """A turn brought no answer; the text says why."""
 
 
 def load(options: LoadOptions) -> None:
@@ -91,13 +86,12 @@ def load(options: LoadOptions) -> None:
 async def send_load(options: LoadOptions) -> LoadCounts:
     """Send traffic until a signal or the last request; return what came back."""
     counts = LoadCounts()
-    limits = httpx.Limits(max_connections=2 * MOST_CONVERSATIONS)
     with stop_event() as stopped:
         async with (
-            httpx.AsyncClient(trust_env=False, timeout=options.timeout_s, limits=limits) as http,
+            OpenAiEndpoint(options.url, silence_s=options.timeout_s) as endpoint,
             asyncio.TaskGroup() as group,
         ):
-            sending = group.create_task(_Sender(options, http, counts).run())
+            sending = group.create_task(_Sender(options, endpoint, counts).run())
             reporting = group.create_task(_report_forever(counts, options.report_s))
             ends = (
                 group.create_task(stopped.wait()),
@@ -129,11 +123,11 @@ def _report(counts: LoadCounts) -> None:
 class _Sender:
     """Begins conversations and carries each on to its end."""
 
-    def __init__(self, options: LoadOptions, http: httpx.AsyncClient, counts: LoadCounts) -> None:
+    def __init__(self, options: LoadOptions, endpoint: OpenAiEndpoint, counts: LoadCounts) -> None:
         self._options = options
         self._reason = "no answer"
         """Why there is no model yet."""
-        self._http = http
+        self._endpoint = endpoint
         self._counts = counts
         self._room = asyncio.Semaphore(MOST_CONVERSATIONS)
 
@@ -166,17 +160,9 @@ class _Sender:
     async def _ask_model(self) -> str | None:
         """The first model listed; None, and the reason noted, while the fleet isn't there yet."""
         try:
-            answer = await self._http.get(f"{self._options.url}/v1/models")
-        except httpx.HTTPError as error:
-            self._reason = str(error) or type(error).__name__
-            return None
-        if answer.status_code != httpx.codes.OK:
-            self._reason = f"status {answer.status_code}"
-            return None
-        try:
-            return str(answer.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
-            self._reason = "the answer lists no model"
+            return await self._endpoint.first_model()
+        except CallFailedError as error:
+            self._reason = str(error)
             return None
 
     async def _converse(self, conversation: Conversation, model: str) -> None:
@@ -189,9 +175,9 @@ class _Sender:
                 messages.append({"role": "user", "content": turn.text})
                 text = await self._ask(model, messages, turn.max_tokens)
                 messages.append({"role": "assistant", "content": text})
-        except _TurnFailedError as error:
+        except CallFailedError as error:
             self._counts.add_failure()
-            _logger.warning("turn_failed", reason=str(error))
+            _logger.warning("turn_failed", reason=error.kind)
         finally:
             self._room.release()
 
@@ -204,28 +190,14 @@ class _Sender:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        url = f"{self._options.url}/v1/chat/completions"
-        pieces: list[str] = []
-        usage: Mapping[str, Any] = {}
-        try:
-            async with self._http.stream("POST", url, json=body) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    raise _TurnFailedError(f"status {answer.status_code}")
-                async for line in answer.aiter_lines():
-                    if line.startswith(DATA):
-                        chunk = json.loads(line.removeprefix("data: "))
-                        if "error" in chunk:
-                            raise _TurnFailedError("the answer was cut by an error")
-                        usage = chunk.get("usage") or usage
-                        pieces += [_content(choice) for choice in chunk.get("choices") or ()]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise _TurnFailedError(type(error).__name__) from error
-        self._counts.add_answer(usage)
-        return "".join(pieces)
-
-
-def _content(choice: Mapping[str, Any]) -> str:
-    return choice.get("delta", {}).get("content") or ""
+        reader = AnswerReader(keeps_text=True)
+        await self._endpoint.stream(
+            CHAT, msgspec.json.encode(body), lambda piece: reader.feed(piece, time.monotonic())
+        )
+        if reader.fault is not None:
+            raise CallFailedError(reader.fault, "the answer was cut by an error")
+        self._counts.add_answer(reader.prompt_tokens, reader.cached_tokens)
+        return "".join(reader.text)
 
 
 def _endless_conversations(seed: int) -> Iterator[Conversation]:

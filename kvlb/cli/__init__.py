@@ -12,6 +12,7 @@ import typer
 from kvlb.cli.checking import audit, doctor, record
 from kvlb.cli.config_file import config
 from kvlb.cli.looking import events, explain
+from kvlb.cli.replaying import replay
 from kvlb.cli.serving import balancer, indexer, up
 from kvlb.cli.trying import demo, load, simulate
 
@@ -55,6 +56,7 @@ for command in (
     simulate,
     demo,
     load,
+    replay,
     events,
     explain,
     doctor,

@@ -1,6 +1,7 @@
 """Real peers for the indexer: a publisher that speaks vLLM's event protocol, an engine's HTTP."""
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -366,3 +367,26 @@ async def _serve_beside(
         options += map(instance_option, fleet.engines)
         started.set()
         await asyncio.to_thread(ended.wait)
+
+
+@pytest.fixture
+def endpoint() -> Callable[..., AbstractAsyncContextManager[str]]:
+    """A server that gives one answer after the other, and the last one for ever; `async with` is its URL."""
+
+    @asynccontextmanager
+    async def serve(*answers: bytes) -> AsyncIterator[str]:
+        waiting = list(answers)
+
+        async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            await reader.readexactly(int(length[1]) if length else 0)
+            writer.write(waiting.pop(0) if len(waiting) > 1 else waiting[0])
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(give, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    return serve

@@ -1,0 +1,1 @@
+"""Pure parts of `kvlb replay`: no I/O, no clock of their own."""
