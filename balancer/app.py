@@ -25,6 +25,7 @@ from balancer.dataplane.admission_metrics import AdmissionMetrics
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.plane import DataPlane
 from balancer.dataplane.reliability import Reliability
+from balancer.dataplane.request_log import LogRequest
 from balancer.dataplane.upstream import Upstream
 from balancer.entry import Entry
 from balancer.fleet.control import FleetControl, FleetLinks
@@ -64,16 +65,17 @@ def create_app(  # noqa: PLR0913 - everything a process has, handed in
     tracing: Tracing | None = None,
     links: FleetLinks | None = None,
     company: Company | None = None,
+    log_request: LogRequest | None = None,
 ) -> App:
     """Build everything. `config` has been through `check_config`.
 
     `index_status` tells trust, epoch and held blocks by rank for `/status`. Without it `/status`
     shows what the index itself tells (`IndexWatch`). `reports` takes what finished legs show of
-    the index. Raises ConfigError if the registration service can't have its port.
+    the index, `log_request` finished requests. Raises ConfigError if the registration service can't have its port.
     """
     chance, company = surroundings or TimeAndChance(), company or Company()
     builder = _Builder(config, index, registry, chance, tracing or NoTracing(), company)
-    return builder.build(index_status, links or FleetLinks(), reports)
+    return builder.build(index_status, links or FleetLinks(), reports, log_request)
 
 
 class _Builder:
@@ -176,6 +178,7 @@ class _Builder:
         index_status: Callable[[], RankFacts] | None,
         links: FleetLinks,
         reports: ReportSink | None,
+        log_request: LogRequest | None,
     ) -> App:
         self._reporting = Reporting(
             reports, clock=self._surroundings.clock, on_outcome=self._metrics.on_prediction
@@ -216,6 +219,7 @@ class _Builder:
             reliability=self._reliability,
             admission=self._open_admission(),
             notices=self._control.notices,
+            log_request=log_request,
         )
         views = Views(self._registry, self._decisions, self._company.siblings)
         surface = Surface(

@@ -6,12 +6,13 @@ the operator has named them, and never what operators may.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from balancer.core.http.cors import Cors
 from balancer.core.http.engine_paths import methods_of
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.cross_origin import Application, CrossOrigin, Message, Receive, Send
-from balancer.dataplane.exchange import AsgiExchange, Exchange
+from balancer.dataplane.exchange import AsgiExchange
 from balancer.dataplane.plane import DataPlane
 
 
@@ -21,21 +22,16 @@ class Entry:
     def __init__(self, *, routes: Application, dataplane: DataPlane, cors: Cors) -> None:
         self._routes = routes
         self.dataplane = dataplane
+        self.handle = dataplane.handle
+        """Answer an engines' path. Raises nothing but cancellation."""
         self._answer: Application = self._dispatch
-        self._answers_directly = not cors.is_on
-        if cors.is_on:
-            self._answer = CrossOrigin(self._dispatch, cors, methods=_browsers_methods)
-
-    def proxies(self, path: str) -> bool:
-        """Tell whether a server may hand `path` to `handle`, past ASGI.
+        self.proxies: Callable[[str], bool] = _none if cors.is_on else dataplane.proxies
+        """Tell whether a server may hand a path to `handle`, past ASGI.
 
         Not where browsers of other origins are told what they may do: that is done there.
         """
-        return self._answers_directly and self.dataplane.proxies(path)
-
-    async def handle(self, exchange: Exchange) -> None:
-        """Answer an engines' path. Raises nothing but cancellation."""
-        await self.dataplane.handle(exchange)
+        if cors.is_on:
+            self._answer = CrossOrigin(self._dispatch, cors, methods=_browsers_methods)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one connection of the server's."""
@@ -57,6 +53,10 @@ class Entry:
             await self.dataplane.handle(AsgiExchange(scope, receive, send))
         else:
             await self._routes(scope, receive, send)
+
+
+def _none(_path: str) -> bool:
+    return False
 
 
 def _browsers_methods(path: str) -> tuple[str, ...]:

@@ -42,6 +42,8 @@ class _OtelStep:
 class OtelTracing:
     """Makes the spans of every request of this process."""
 
+    is_on = True
+
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._propagator = TraceContextTextMapPropagator()

@@ -2,7 +2,6 @@
 
 import random
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,5 +14,5 @@ class TimeAndChance:
     clock: Callable[[], float] = time.monotonic
     random: Callable[[], float] = random.random
     wall_clock: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
-    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+    new_id: Callable[[], str] = lambda: f"{random.getrandbits(128):032x}"
     strftime_now: Callable[[str], str] = lambda form: datetime.now().astimezone().strftime(form)

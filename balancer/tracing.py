@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Off, it costs four calls that do nothing; `traceparent` and `tracestate` of the client pass to
+1. Off, it costs a look at `is_on` (`step`: calls that do nothing); `traceparent` and `tracestate` of the client pass to
    both legs as they are, like any other header.
 2. On, each leg is a span of its own, and its engine is told that span as parent.
 3. A span never holds prompts, keys or addresses.
@@ -30,6 +30,9 @@ class Step(Protocol):
 class Tracing(Protocol):
     """What the data plane tells. Steps nest by the context of the task they run in."""
 
+    is_on: bool
+    """False: nothing comes of what is told, so it needn't be."""
+
     def request(self, record: RequestRecord, headers: Headers) -> AbstractContextManager[Step]:
         """One client request, under the client's own span if `headers` name one."""
         ...
@@ -54,6 +57,8 @@ class _NoStep:
 
 class NoTracing:
     """Traces nothing."""
+
+    is_on = False
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[Step] = nullcontext(_NoStep())

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from kvlb.errors import KvlbError
+from kvlb.logs import flush_logs
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ def stop_event() -> Iterator[asyncio.Event]:
 
     def stop(number: int) -> None:
         if stopped.is_set():
+            flush_logs()
             # Whoever asks twice won't wait for streams to end, and needs no tracebacks of them.
             os._exit(EXIT_BY_SIGNAL + number)
         stopped.set()

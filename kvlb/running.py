@@ -36,6 +36,7 @@ from indexer.status import IndexerCollector, indexer_status_app
 from kvlb.errors import BrokenError, SettingsError
 from kvlb.index_backend import OpenIndex, open_index, open_reader
 from kvlb.load_stream import open_channel
+from kvlb.logs import request_log
 from kvlb.names.resolver import Resolve
 from kvlb.names.resolver import resolve as resolve_name
 from kvlb.names.watch import NameWatch
@@ -246,7 +247,7 @@ async def run_indexer(
 def _build_app(**parts: Any) -> App:
     """`create_app`, with its refusal as the operator's."""
     try:
-        return create_app(**parts)
+        return create_app(log_request=request_log(), **parts)
     except ConfigError as error:
         raise SettingsError(str(error)) from error
 

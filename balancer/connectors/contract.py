@@ -15,7 +15,7 @@ Rules:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -51,12 +51,11 @@ class LegContext:
     have been checked to be the beginning of this prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegRequest:
-    """What to send on one leg."""
+class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to send on one leg. A struct, as what is made once per request."""
 
     body: Mapping[str, Any]
-    headers: tuple[tuple[bytes, bytes], ...] = field(default=())
+    headers: tuple[tuple[bytes, bytes], ...] = ()
     """Added to the leg's headers."""
     request_id: str | None = None
     """To be sent as `x-request-id` in place of the client's."""

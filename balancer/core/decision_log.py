@@ -11,7 +11,6 @@ and of its plan only the cheapest candidates are kept.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from heapq import nsmallest
 from typing import Any
 
@@ -42,7 +41,7 @@ class DecisionLog:
     def add(self, record: RequestRecord) -> None:
         """Keep `record`, which nobody changes any more."""
         if record.plan is not None and len(record.plan.considered) > KEPT_CANDIDATES:
-            record = replace(record, plan=_shortened(record.plan))
+            record = msgspec.structs.replace(record, plan=_shortened(record.plan))
         self._records.append(record)
 
     def timed(self, count: int) -> Sequence[TimedDecision]:

@@ -4,14 +4,13 @@ Written by the data plane from arrival to last byte, read by the metrics, the de
 log line of the request. Times are seconds of the process's monotonic clock.
 """
 
-from dataclasses import dataclass, field
+import msgspec
 
 from balancer.core.reliability.standings import Attempt
 from balancer.core.routing.plan import RoutePlan
 
 
-@dataclass(slots=True, kw_only=True)
-class LegRecord:
+class LegRecord(msgspec.Struct, kw_only=True):
     """One attempt at one leg."""
 
     kind: str
@@ -53,8 +52,7 @@ class LegRecord:
         return self.first_byte_s if self.first_token_s is None else self.first_token_s
 
 
-@dataclass(slots=True, kw_only=True)
-class EncodeRecord:
+class EncodeRecord(msgspec.Struct, kw_only=True):
     """What became of the images, audio and video of one request."""
 
     items: int
@@ -64,7 +62,7 @@ class EncodeRecord:
     """Encoded for an earlier request and counted on."""
     local: int = 0
     """Left to the engine that computes the prompt, because no encode instance could."""
-    instances: list[str] = field(default_factory=list)
+    instances: list[str] = msgspec.field(default_factory=list)
     """Aliases of those that have what this request needs."""
     problem: str = "encode_failed"
     """Why some are local, if they are; `no_encode_instance`: none was available, `no_address`: the
@@ -78,8 +76,7 @@ class EncodeRecord:
         return "encoded" if self.encoded else "reused"
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, kw_only=True):
     """One client request. `cached_tokens` is None if no engine reported it."""
 
     request_id: str
@@ -98,7 +95,7 @@ class RequestRecord:
     plan: RoutePlan | None = None
     encode: EncodeRecord | None = None
     """None: it has nothing to encode, or the fleet has no encode instance of its model."""
-    legs: list[LegRecord] = field(default_factory=list)
+    legs: list[LegRecord] = msgspec.field(default_factory=list)
     status: int | None = None
     error: str | None = None
     first_byte_s: float | None = None
@@ -113,8 +110,10 @@ class RequestRecord:
     @property
     def prefill_leg(self) -> LegRecord | None:
         """The prefill leg that succeeded, if one ran."""
-        done = [leg for leg in self.legs if leg.kind == "prefill" and leg.error is None]
-        return done[-1] if done else None
+        for leg in reversed(self.legs):
+            if leg.kind == "prefill" and leg.error is None:
+                return leg
+        return None
 
     @property
     def cached_tokens(self) -> int | None:

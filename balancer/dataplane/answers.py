@@ -11,7 +11,7 @@ Rules:
    connection, never in an end that looks like one.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from balancer.core.errors import BalancerError, EngineError, EngineRefusedError, StreamCutError
@@ -24,7 +24,6 @@ from balancer.core.http.usage_splice import with_details
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
-from balancer.dataplane.beginnings import is_event_stream
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.one_leg import DecodeAnswer
@@ -50,17 +49,15 @@ class AnswerPasser:
         self._clock = clock
         self._passes_events = False
 
-    async def pass_generated(self, decoded: DecodeAnswer, *, withhold_usage: bool) -> None:
+    def pass_generated(self, decoded: DecodeAnswer, *, withhold_usage: bool) -> Awaitable[None]:
         """Pass on the answer to a chat or completions request."""
-        headers = self._answer_headers(decoded.answer.headers, self._own_headers(decoded.plan))
-        if is_event_stream(decoded.answer.headers):
-            await self._pass_events(decoded, headers, withhold_usage=withhold_usage)
-        elif _is_encoded(decoded.answer.headers):
-            decoded.guard.first_token()
-            await self._start(decoded.answer.status, headers)
-            await self._pass_rest(decoded.answer, decoded.first)
-        else:
-            await self._pass_whole(decoded, headers)
+        answer = decoded.answer
+        headers = self._answer_headers(answer.headers, self._own_headers(decoded.plan))
+        if answer.is_event_stream:
+            return self._pass_events(decoded, headers, withhold_usage=withhold_usage)
+        if answer.is_encoded:
+            return self._pass_unread(decoded, headers)
+        return self._pass_whole(decoded, headers)
 
     async def pass_forwarded(
         self,
@@ -81,15 +78,11 @@ class AnswerPasser:
         )
         headers = drop_header(headers, b"content-length")
         length = str(len(refused.body)).encode()
-        await self._start(refused.status, (*headers, (b"content-length", length)))
-        await self._exchange.write(refused.body)
-        await self._finish()
+        await self._send(refused.status, (*headers, (b"content-length", length)), refused.body)
 
     async def pass_own(self, status: int, headers: Headers, body: bytes) -> None:
         """Send an answer of our own."""
-        await self._start(status, (*headers, *self._id_headers()))
-        await self._exchange.write(body)
-        await self._finish()
+        await self._send(status, (*headers, *self._id_headers()), body)
 
     async def break_off(self, error: BalancerError) -> None:
         """End an answer that is under way, and not as if it were complete."""
@@ -142,24 +135,29 @@ class AnswerPasser:
         if rest:
             await exchange.write(rest)
 
+    async def _pass_unread(self, decoded: DecodeAnswer, headers: Headers) -> None:
+        decoded.guard.first_token()
+        await self._start(decoded.answer.status, headers)
+        await self._pass_rest(decoded.answer, decoded.first)
+
     async def _pass_whole(self, decoded: DecodeAnswer, headers: Headers) -> None:
         answer = decoded.answer
-        held = bytearray(decoded.first)
-        chunk = decoded.first
-        while chunk and len(held) < _MAX_HELD_BYTES:
-            chunk = await answer.next_chunk()
-            held += chunk
-        if not chunk:
-            decoded.guard.first_token()
-            _note_body(decoded, held)
-            if decoded.keep is not None:
-                decoded.keep(bytes(held))
-            details = self._details(decoded)
-            if details is not None:
-                held = bytearray(with_details(bytes(held), details))
-                headers = _with_length(headers, len(held))
-        await self._start(answer.status, headers)
-        await self._pass_rest(answer, bytes(held))
+        held = decoded.first
+        if not answer.is_over:
+            held = await _more(answer, held)
+        if len(held) >= _MAX_HELD_BYTES:
+            await self._start(answer.status, headers)
+            await self._pass_rest(answer, held)
+            return
+        decoded.guard.first_token()
+        _note_body(decoded, held)
+        if decoded.keep is not None:
+            decoded.keep(held)
+        details = self._details(decoded)
+        if details is not None:
+            held = with_details(held, details)
+            headers = _with_length(headers, len(held))
+        await self._send(answer.status, headers, held)
 
     async def _pass_rest(
         self,
@@ -184,10 +182,17 @@ class AnswerPasser:
 
     def _details(self, decoded: DecodeAnswer) -> bytes | None:
         """What the usage is to say of the prompt, where another engine read it."""
-        leg = self._record.prefill_leg
-        if not self._tells_prefill or decoded.plan.prefill is None or leg is None:
+        if not self._tells_prefill or decoded.plan.prefill is None:
             return None
-        return leg.prompt_details
+        leg = self._record.prefill_leg
+        return None if leg is None else leg.prompt_details
+
+    def _send(self, status: int, headers: Headers, body: bytes) -> Awaitable[None]:
+        """Send an answer that is here as a whole."""
+        record = self._record
+        record.status = status
+        record.first_byte_s = record.ended_s = self._clock()
+        return self._exchange.answer(status, headers, body)
 
     async def _start(self, status: int, headers: Headers) -> None:
         self._record.status = status
@@ -274,14 +279,17 @@ def plan_headers(plan: RoutePlan) -> Headers:
     headers: Headers = (
         (b"x-kvlb-instance", decode.alias.encode()),
         (b"x-kvlb-prefill", prefill.encode()),
-        (b"x-kvlb-reason", plan.reason.value.encode()),
+        (b"x-kvlb-reason", plan.reason.encode()),
     )
     if plan.prompt_tokens is None:
         return headers
     source = (plan.prefill or plan.decode).candidate
-    headers = (*headers, (b"x-kvlb-trust", source.trust.value.encode()))
     overlap = max(source.overlap_tokens, source.predicted_tokens)
-    return (*headers, (b"x-kvlb-overlap-tokens", str(overlap).encode()))
+    return (
+        *headers,
+        (b"x-kvlb-trust", source.trust.encode()),
+        (b"x-kvlb-overlap-tokens", b"%d" % overlap),
+    )
 
 
 def _with_length(headers: Headers, length: int) -> Headers:
@@ -301,11 +309,15 @@ def encode_headers(encode: EncodeRecord) -> Headers:
     )
 
 
-def _is_encoded(headers: Headers) -> bool:
-    return find_header(headers, b"content-encoding") not in {None, b"identity"}
+async def _more(answer: UpstreamAnswer, first: bytes) -> bytes:
+    """`first` and what comes behind it, up to where it is too large to be held."""
+    held = bytearray(first)
+    while len(held) < _MAX_HELD_BYTES and (chunk := await answer.next_chunk()):
+        held += chunk
+    return bytes(held)
 
 
-def _note_body(decoded: DecodeAnswer, body: bytearray) -> None:
+def _note_body(decoded: DecodeAnswer, body: bytes) -> None:
     head = decode_head(body)
     _note_usage(decoded, read_usage(head.usage) if head else None)
 

@@ -25,7 +25,6 @@ from balancer.core.errors import (
     LeaseEndedError,
     StreamCutError,
 )
-from balancer.core.http.headers import Headers, find_header
 from balancer.core.http.stream_beginning import StreamError, read_beginning
 from balancer.core.record import LegRecord
 from balancer.dataplane.connection import UpstreamAnswer
@@ -70,6 +69,11 @@ async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: b
 
     `is_handed`: the leg loads what another engine computed.
     """
+    leg.status = answer.status
+    if answer.status < 400 and not answer.is_event_stream:
+        first = answer.take()
+        if first:  # as a rule it came with the headers
+            return first
     try:
         await check_status(answer, leg)
         return await _first_bytes(answer, leg)
@@ -83,7 +87,7 @@ async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord) -> bytes:
     held = await _next_chunk(answer)
     if not held and answer.status == 200:
         raise EngineClosedError("the engine answered 200 without a body")
-    if not is_event_stream(answer.headers):
+    if not answer.is_event_stream:
         return held
     told = read_beginning(held)
     while not told:
@@ -103,10 +107,3 @@ async def _next_chunk(answer: UpstreamAnswer) -> bytes:
         return await answer.next_chunk()
     except StreamCutError as error:
         raise EngineClosedError("the engine left before its answer's first token") from error
-
-
-def is_event_stream(headers: Headers) -> bool:
-    """Tell an event stream that can be read."""
-    kind = find_header(headers, b"content-type") or b""
-    encoding = find_header(headers, b"content-encoding") or b"identity"
-    return kind.lower().startswith(b"text/event-stream") and encoding == b"identity"

@@ -8,8 +8,11 @@
    the request was sent whole. In every other case it is closed.
 3. An answer without a length ends with the connection. The parser can't be told of the end of the
    file, or that an answer has no body (HEAD, 204, 304), so that framing is decided here.
-4. Silence is timed by one timer per phase that looks at the last arrival, not one per chunk.
-   The clock stands still while *we* don't read.
+4. Silence is found by whoever calls `look` now and then for all connections, not by a timer of
+   each: a limit strikes up to two looks late, never early. The clock stands still while *we*
+   don't read.
+5. One parser serves all answers of a connection. Bytes that nobody asked for, a second answer
+   behind the first one included, end it: the next request would get what wasn't meant for it.
 """
 
 import asyncio
@@ -42,9 +45,12 @@ class UpstreamAnswer:
     ) -> None:
         self.status = 0
         self.headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.is_event_stream = False
+        """One that can be read: nobody has encoded it."""
+        self.is_encoded = False
         self.is_complete = False
         self._connection = connection
-        self._loop = asyncio.get_running_loop()
+        self._loop = connection.loop
         self._chunks: deque[bytes] = deque()
         self._buffered_bytes = 0
         self._error: EngineError | None = None
@@ -55,15 +61,28 @@ class UpstreamAnswer:
         self._idle_timeout_s = idle_timeout_s
         self._limit_s = first_byte_timeout_s
         self.has_body = False
-        self._arrived_s = self._loop.time()
-        self._timer = self._loop.call_later(first_byte_timeout_s, self._look_for_silence)
+        self._has_news = False
+        self._quiet_since_s = self._loop.time()
 
     async def head(self) -> None:
         """Wait for status and headers."""
         while self.status == 0:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    @property
+    def is_over(self) -> bool:
+        """It is complete, and all of it has been taken."""
+        return self.is_complete and not self._chunks
+
+    def take(self) -> bytes:
+        """What of the body has arrived by now; it may be nothing."""
+        return self._take() if self._chunks else b""
 
     async def next_chunk(self) -> bytes:
         """Return what has arrived, or wait for it; b"" at the end of a complete answer."""
@@ -111,19 +130,27 @@ class UpstreamAnswer:
 
     def close(self) -> None:
         """Break the connection unless the answer is complete; the engine sees it and stops."""
-        self._timer.cancel()
         if not self.is_complete:
             self._connection.abort()
 
     def on_head(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.status = status
         self.headers = headers
-        self._arrived_s = self._loop.time()
+        self._has_news = True
+        kind = encoding = None
+        for name, value in headers:
+            if name == b"content-type" and kind is None:
+                kind = value
+            elif name == b"content-encoding" and encoding is None:
+                encoding = value
+        self.is_encoded = encoding is not None and encoding != b"identity"
+        if kind is not None and not self.is_encoded:
+            self.is_event_stream = kind.lower().startswith(b"text/event-stream")
         self._wake()
 
     def on_body(self, chunk: bytes) -> bool:
         """Take a piece of the body; False if the engine should be held back."""
-        self._arrived_s = self._loop.time()
+        self._has_news = True
         if self._sink is not None:
             self._pass(self._sink, chunk)
             return True
@@ -132,14 +159,11 @@ class UpstreamAnswer:
         if not self.has_body:
             self.has_body = True
             self._limit_s = self._idle_timeout_s
-            self._timer.cancel()
-            self._timer = self._loop.call_later(self._limit_s, self._look_for_silence)
         self._wake()
         return self._buffered_bytes <= _MAX_BUFFERED_BYTES
 
     def on_complete(self) -> None:
         self.is_complete = True
-        self._timer.cancel()
         self._wake()
 
     def on_error(self, error: EngineError) -> None:
@@ -147,7 +171,6 @@ class UpstreamAnswer:
         if self.is_complete or self._error is not None:
             return
         self._error = error
-        self._timer.cancel()
         self._wake()
 
     def _pass(self, sink: Callable[[bytes], bool], chunk: bytes) -> None:
@@ -165,7 +188,7 @@ class UpstreamAnswer:
         self._chunks.clear()
         self._buffered_bytes = 0
         if self._connection.is_paused:
-            self._arrived_s = self._loop.time()
+            self._has_news = True
             self._connection.resume(self)
         return chunk
 
@@ -180,16 +203,14 @@ class UpstreamAnswer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _look_for_silence(self) -> None:
-        now_s = self._loop.time()
-        if self._connection.is_paused:
-            self._arrived_s = now_s
-        left_s = self._arrived_s + self._limit_s - now_s
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look_for_silence)
-            return
-        self.on_error(EngineTimeoutError(f"the engine was silent for {self._limit_s:g} s"))
-        self._connection.abort()
+    def look(self, now_s: float) -> None:
+        """End it if nothing has come for too long."""
+        if self._has_news or self._connection.is_paused:
+            self._has_news = False
+            self._quiet_since_s = now_s
+        elif now_s - self._quiet_since_s >= self._limit_s and not self.is_complete:
+            self.on_error(EngineTimeoutError(f"the engine was silent for {self._limit_s:g} s"))
+            self._connection.abort()
 
 
 class Connection(asyncio.Protocol):
@@ -201,6 +222,7 @@ class Connection(asyncio.Protocol):
         on_reusable: Callable[["Connection"], None],
         on_lost: Callable[["Connection"], None],
     ) -> None:
+        self.loop = asyncio.get_running_loop()
         self.idle_since_s = 0.0
         self.is_paused = False
         self._on_reusable = on_reusable
@@ -223,7 +245,8 @@ class Connection(asyncio.Protocol):
     def send(self, answer: UpstreamAnswer, method: str, head: bytes, body: Body) -> None:
         """Write a request whose answer goes to `answer`."""
         self._answer = answer
-        self._parser = httptools.HttpResponseParser(self)
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
         self._got_bytes = False
         self._is_head_request = method == "HEAD"
         self._ends_with_connection = False
@@ -242,6 +265,11 @@ class Connection(asyncio.Protocol):
         """Break the connection at once, unsent bytes and all."""
         if self._transport is not None:
             self._transport.abort()
+
+    def look(self, now_s: float) -> None:
+        """Look for silence."""
+        if self._answer is not None:
+            self._answer.look(now_s)
 
     def give_up(self) -> None:
         """Break it if nothing of its answer's body has come."""
@@ -294,6 +322,10 @@ class Connection(asyncio.Protocol):
 
     # Calls of the parser
 
+    def on_message_begin(self) -> None:
+        if self._answer is None:
+            raise ValueError("an answer that nobody asked for")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > _MAX_HEADER_BYTES:
@@ -313,7 +345,13 @@ class Connection(asyncio.Protocol):
             raise ValueError("status out of range")
         headers = tuple(self._headers)
         self._keeps_alive = self._parser.should_keep_alive()
-        self._ends_with_connection = not any(_sets_length(*each) for each in headers)
+        for name, value in headers:
+            if name == b"content-length" or (
+                name == b"transfer-encoding" and b"chunked" in value.lower()
+            ):
+                break
+        else:
+            self._ends_with_connection = True
         self._answer.on_head(status, headers)
         if self._is_head_request or status in _BODILESS:
             self._answer.on_complete()
@@ -349,9 +387,3 @@ class Connection(asyncio.Protocol):
             answer.on_error(EngineProtocolError("the engine's answer ended in its headers"))
         else:
             answer.on_error(StreamCutError("the engine's answer was cut"))
-
-
-def _sets_length(name: bytes, value: bytes) -> bool:
-    return name == b"content-length" or (
-        name == b"transfer-encoding" and b"chunked" in value.lower()
-    )

@@ -61,32 +61,21 @@ class EncodeMeans:
     clock: Callable[[], float]
     new_id: Callable[[], str]
 
-    def media_of(self, job: Job) -> "Media":
-        """What `job` has to have encoded."""
+    def media_of(self, job: Job) -> "RequestMedia | None":
+        """What `job` has to have encoded; None: nothing, or there is nobody to do it."""
+        if not job.fleet.encoders:
+            return None
         encoders = [
             each
             for each in job.fleet.encoders
             if each.models is None or each.models.serves(job.request.model)
         ]
         items = media_items(job.request) if encoders else ()
-        return RequestMedia(self, job, items, encoders) if items else NoMedia(job)
+        return RequestMedia(self, job, items, encoders) if items else None
 
     def legs_on(self, instance: Instance) -> int:
         """Legs in flight there."""
         return sum(self.ledger.load(rank).requests for rank in instance.rank_ids())
-
-
-@dataclass(frozen=True, slots=True)
-class NoMedia:
-    """A request that has nothing to encode, or nobody to do it."""
-
-    job: Job
-
-    async def ready(self, plan: RoutePlan | None) -> Job:  # noqa: ARG002 - as RequestMedia
-        return self.job
-
-    def redoes(self, error: BalancerError) -> bool:  # noqa: ARG002 - as RequestMedia
-        return False
 
 
 class RequestMedia:
@@ -303,9 +292,6 @@ class RequestMedia:
             raw = encode_body(with_usage(body) if job.asks_usage else body)
         request = msgspec.structs.replace(job.request, body=body)
         return msgspec.structs.replace(job, request=request, body=raw)
-
-
-Media = RequestMedia | NoMedia
 
 
 def _problem(encoders: Sequence[Instance], plan: RoutePlan | None) -> str:

@@ -60,6 +60,12 @@ class Exchange(Protocol):
         """The body is complete."""
         ...
 
+    async def answer(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """Send an answer that is here as a whole: `start`, `write` and `finish` in one."""
+        ...
+
     async def abort(self) -> None:
         """Break the connection so that the client can't take the answer for complete."""
         ...
@@ -128,6 +134,13 @@ class AsgiExchange:
     async def finish(self) -> None:
         self._is_finished = True
         await self._pass({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def answer(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        await self.start(status, headers)
+        await self.write(body)
+        await self.finish()
 
     async def abort(self) -> None:
         """Leave the answer open: an ASGI server closes the connection of an unfinished answer."""

@@ -32,7 +32,7 @@ from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.answers import AnswerPasser
-from balancer.dataplane.beginnings import MAX_ERROR_BYTES, is_event_stream
+from balancer.dataplane.beginnings import MAX_ERROR_BYTES
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.elsewhere import try_places
 from balancer.dataplane.leg_sender import LegSender
@@ -212,7 +212,7 @@ class Forwarding:
 
     def _watch(self, answer: UpstreamAnswer, holder: InstanceId) -> Callable[[bytes], None]:
         """Remember who gave a response as soon as its id has passed."""
-        reader = ResponseIdReader(is_stream=is_event_stream(answer.headers))
+        reader = ResponseIdReader(is_stream=answer.is_event_stream)
 
         def watch(chunk: bytes) -> None:
             if reader.is_over:

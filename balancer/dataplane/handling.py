@@ -31,7 +31,7 @@ _logger = structlog.stdlib.get_logger(__name__)
 
 
 class Handling:
-    """One per balancer; without handlers it costs a look into a dictionary."""
+    """One per balancer; without handlers it needn't be asked (`is_on`)."""
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class Handling:
         on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self._handlers = {Endpoint.COMPLETIONS: completion, Endpoint.CHAT: chat_completion}
+        self.is_on = completion is not None or chat_completion is not None
+        """Whether there is any handler."""
         self._timeout_s = timeout_s
         self._on_failure = on_failure
 

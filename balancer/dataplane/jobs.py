@@ -7,7 +7,6 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -60,8 +59,12 @@ def note_plan(record: RequestRecord, plan: RoutePlan) -> None:
     record.plan = plan
     if record.prompt_tokens is None:
         return
-    considered = (*plan.considered, *plan.considered_prefill, plan.decode)
-    record.available_tokens = max(overlap(each.candidate) for each in considered)
+    most = overlap(plan.decode.candidate)
+    for considered in (plan.considered, plan.considered_prefill):
+        for each in considered:
+            candidate = each.candidate
+            most = max(most, candidate.overlap_tokens, candidate.predicted_tokens)
+    record.available_tokens = most
     record.chosen_tokens = overlap((plan.prefill or plan.decode).candidate)
 
 
@@ -104,7 +107,7 @@ def whole_leg(
 def asking_full_report(request: LegRequest) -> LegRequest:
     """The same leg, which has its engine announce again what it reuses."""
     body = with_full_report(request.body)
-    return replace(request, body=body, headers=(*request.headers, SESSION_HEADER))
+    return msgspec.structs.replace(request, body=body, headers=(*request.headers, SESSION_HEADER))
 
 
 def fuller_peer(plan: RoutePlan) -> Candidate | None:

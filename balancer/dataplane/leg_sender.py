@@ -1,7 +1,11 @@
-"""One leg to one instance: the engine's key, its `LegRecord`, and word of how it went."""
+"""One leg to one instance: the engine's key, its `LegRecord`, and word of how it went.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+Cost: plain calls. Every request passes here, so there is no generator behind a `with`.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from balancer.core.errors import (
     BalancerError,
@@ -43,7 +47,7 @@ class LegSender:
         self._tracing = tracing
         self.engine_key = engine_key
 
-    async def send(
+    def send(
         self,
         instance: Instance,
         method: str,
@@ -52,14 +56,18 @@ class LegSender:
         body: Body,
         *,
         on_ready: Callable[[], None] | None = None,
-    ) -> UpstreamAnswer:
+    ) -> Awaitable[UpstreamAnswer]:
         """Send with the instance's own key, if it has one, in place of the client's.
 
         `on_ready` is asked just before the request is written; what it raises ends the attempt.
         """
-        headers = self.own_headers(instance, headers)
-        return await self._upstream.send(
-            instance.id, method, target, headers, body, on_ready=on_ready
+        return self._upstream.send(
+            instance.id,
+            method,
+            target,
+            self.own_headers(instance, headers),
+            body,
+            on_ready=on_ready,
         )
 
     def own_headers(self, instance: Instance, headers: Headers) -> Headers:
@@ -68,7 +76,7 @@ class LegSender:
         if key is not None:
             bearer = b"Bearer " + key.encode()
             headers = (*drop_header(headers, b"authorization"), (b"authorization", bearer))
-        return self._tracing.pass_on(headers)
+        return self._tracing.pass_on(headers) if self._tracing.is_on else headers
 
     def blames_client(self, instance: Instance, error: BalancerError) -> bool:
         """Tell whether another engine would refuse the request, too."""
@@ -78,10 +86,9 @@ class LegSender:
             return self.engine_key(instance.id) is None
         return error.status not in {408, 429}
 
-    @contextmanager
     def recorded(
         self, instance: Instance, kind: str, record: RequestRecord, overlap_tokens: int | None
-    ) -> Iterator[LegRecord]:
+    ) -> "LegInHand":
         """One attempt: its record, and word of how it went to those who mind the instance."""
         leg = LegRecord(
             kind=kind,
@@ -91,24 +98,23 @@ class LegSender:
         )
         record.legs.append(leg)
         self.reliability.started(instance, leg, record)
-        failed: BaseException | None = None
+        return LegInHand(
+            self, instance, leg, self._tracing.leg(leg) if self._tracing.is_on else None
+        )
+
+    def ended(self, instance: Instance, leg: LegRecord, error: BaseException | None) -> None:
+        """Write down and tell how an attempt went: well, if there is no error."""
         try:
-            with self._tracing.leg(leg):
-                yield leg
-        except BalancerError as error:
-            failed = error
-            leg.error = error.code or error.type
-            self._report(instance, error)
-            raise
-        except BaseException as error:
-            failed = error
-            leg.error = "cancelled"
-            raise
-        else:
-            self._report_health(instance.id, True, None)
+            if error is None:
+                self._report_health(instance.id, True, None)
+            elif isinstance(error, BalancerError):
+                leg.error = error.code or error.type
+                self._report(instance, error)
+            else:
+                leg.error = "cancelled"
         finally:
             leg.ended_s = self._clock()
-            self.reliability.ended(leg, failed)
+            self.reliability.ended(leg, error)
 
     def answered(self, leg: LegRecord) -> None:
         """The first byte of its answer is here."""
@@ -125,3 +131,36 @@ class LegSender:
             self._report_health(instance.id, True, None)
         elif isinstance(error, EngineError):
             self._report_health(instance.id, False, error.code)
+
+
+class LegInHand:
+    """One attempt under way: gives its record to the `with` block, and ends with it."""
+
+    __slots__ = ("_instance", "_sender", "_span", "record")
+
+    def __init__(
+        self,
+        sender: LegSender,
+        instance: Instance,
+        leg: LegRecord,
+        span: AbstractContextManager[object] | None,
+    ) -> None:
+        self._sender = sender
+        self._instance = instance
+        self.record = leg
+        self._span = span
+
+    def __enter__(self) -> LegRecord:
+        if self._span is not None:
+            self._span.__enter__()
+        return self.record
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._span is not None:
+            self._span.__exit__(kind, error, traceback)
+        self._sender.ended(self._instance, self.record, error)

@@ -37,7 +37,7 @@ from balancer.core.routing.full_reports import FullReports
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.admission import Admission
-from balancer.dataplane.encoding import EncodeMeans, Media
+from balancer.dataplane.encoding import EncodeMeans, RequestMedia
 from balancer.dataplane.jobs import (
     Job,
     earlier_blocks,
@@ -108,16 +108,17 @@ class Legs:
         without_prefill = False
         media = self._encode.media_of(job)
         while True:
-            job = await media.ready(None)
+            if media is not None:
+                job = await media.ready(None)
             route = await self._route(job, suspects, failed, without_prefill=without_prefill)
             try:
                 with route:
-                    await self._carry_route(media, route, deliver)
+                    await self._carry_route(job, media, route, deliver)
             except PrefillLegError as error:
                 failed, without_prefill = error.cause, True
             except (EngineError, LeaseEndedError) as error:
                 is_open = retries_left > 0 and job.record.status is None
-                is_redone = is_open and media.redoes(error)
+                is_redone = is_open and media is not None and media.redoes(error)
                 if not is_open or not self._may_repeat(job, error, is_redone=is_redone):
                     raise
                 retries_left -= 1
@@ -182,13 +183,22 @@ class Legs:
         self._claim(route.plan)
         return route
 
-    async def _carry_route(self, media: Media, route: Route, deliver: Deliver) -> None:
-        job = await media.ready(route.plan)
+    async def _carry_route(
+        self, job: Job, media: RequestMedia | None, route: Route, deliver: Deliver
+    ) -> None:
+        if media is not None:
+            job = await media.ready(route.plan)
         if route.plan.prefill is None:
-            await self._carrier.decode(
-                job, route, whole_leg(job, route.plan, self._connectors, self._new_id), deliver
-            )
-            return
+            leg = whole_leg(job, route.plan, self._connectors, self._new_id)
+            await self._carrier.decode(job, route, leg, deliver)
+        else:
+            await self._carry_pairs(job, media, route, deliver)
+
+    async def _carry_pairs(
+        self, job: Job, media: RequestMedia | None, route: Route, deliver: Deliver
+    ) -> None:
+        """A prefill leg first, on another instance as long as there is one that may mend it."""
+        assert route.plan.prefill is not None  # noqa: S101  the caller looked
         tried: frozenset[RankId] = frozenset()
         turn = take_turn(job, route.plan, self._conversations, self._clock())
         while True:
@@ -209,13 +219,15 @@ class Legs:
                     raise
                 note_plan(job.record, route.plan)
                 self._claim(route.plan)
-                job = await media.ready(route.plan)
+                if media is not None:
+                    job = await media.ready(route.plan)
             else:
                 return
 
     def _claim(self, plan: RoutePlan) -> None:
         """Who was chosen on trial is on trial from now on, however long its leg has to wait."""
-        chosen = [each.candidate.instance for each in (plan.prefill, plan.decode) if each]
+        target, prefill = plan.decode.candidate.instance, plan.prefill
+        chosen = (target,) if prefill is None else (prefill.candidate.instance, target)
         self._reliability.claim(*chosen)
 
     async def _carry_pair(

@@ -10,10 +10,11 @@ Rules:
 3. A decode leg has succeeded when its answer's first token is here; then it is delivered.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from balancer.connectors.contract import Connector, LegContext, LegRequest
 from balancer.core.errors import (
@@ -41,14 +42,13 @@ from balancer.dataplane.jobs import (
     overlap,
     read_prefill,
 )
-from balancer.dataplane.leg_sender import LegSender
+from balancer.dataplane.leg_sender import LegInHand, LegSender
 from balancer.routing.router import Route
 
 MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeAnswer:
+class DecodeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A good answer whose first bytes are here. Nothing of it has gone to the client."""
 
     answer: UpstreamAnswer
@@ -116,7 +116,8 @@ class LegCarrier:
         assert choice is not None  # noqa: S101  the callers look
         try:
             loads = context.earlier is not None
-            with self._recorded(job, route, "prefill", loads=loads) as leg:
+            forecast = route.forecast("prefill", loads=loads)
+            with self._recorded(job, choice.candidate, "prefill") as leg:
                 request = self._settled(job, connector.prefill_leg(context), choice.candidate)
                 body = encode_body(request.body)
                 headers = leg_headers(job, request)
@@ -134,11 +135,12 @@ class LegCarrier:
                 self._sender.answered(leg)
                 done = Prefilled(decode=conclude(read_prefill(raw, leg)), answered_s=answered_s)
                 route.prefill_cached(leg.cached_tokens)
-                return done
         except EngineError as error:
             if self._sender.blames_client(choice.candidate.instance, error):
                 raise
             raise PrefillLegError(error) from error
+        self._on_leg_end(forecast, leg)
+        return done
 
     async def decode(
         self,
@@ -150,20 +152,19 @@ class LegCarrier:
         by_s: float | None = None,
     ) -> None:
         """Run the answering leg to its last byte. It isn't sent later than `by_s`."""
-        candidate = route.plan.decode.candidate
-
+        plan = route.plan
+        candidate = plan.decode.candidate
         loads = request.body is not job.request.body
-        is_handed = loads or route.plan.prefill is not None
-        ready = Readiness(clock=self._clock, by_s=by_s, is_handed=is_handed)
-        if route.plan.prefill is None:
+        is_handed = loads or plan.prefill is not None
+        on_ready = None
+        if is_handed or by_s is not None:
+            on_ready = Readiness(clock=self._clock, by_s=by_s, is_handed=is_handed).check
+        if plan.prefill is None:
             request = self._settled(job, request, candidate)
-        with self._recorded(job, route, "decode", loads=loads) as leg:
+        forecast = route.forecast("decode", loads=loads)
+        with self._recorded(job, candidate, "decode") as leg:
             answer = await self._send(
-                job,
-                candidate,
-                leg_body(job, request),
-                leg_headers(job, request),
-                on_ready=ready.check,
+                job, candidate, leg_body(job, request), leg_headers(job, request), on_ready=on_ready
             )
             try:
                 first = await good_beginning(answer, leg, is_handed=is_handed)
@@ -174,17 +175,21 @@ class LegCarrier:
                         first=first,
                         leg=leg,
                         guard=route.decode_guard,
-                        plan=route.plan,
-                        keep=self._keeper(job, route.plan),
+                        plan=plan,
+                        keep=self._keeper(job, plan),
                     )
                 )
             finally:
                 answer.close()
+        self._on_leg_end(forecast, leg)
 
     def _keeper(self, job: Job, plan: RoutePlan) -> Callable[[bytes], None] | None:
         """Who remembers what the decode engine keeps of this turn; None if it keeps nothing."""
-        conversation, ttl_s = job.request.conversation, kept_s(job, plan)
-        if conversation is None or ttl_s is None:
+        conversation = job.request.conversation
+        if conversation is None:
+            return None
+        ttl_s = kept_s(job, plan)
+        if ttl_s is None:
             return None
 
         def keep(raw: bytes) -> None:
@@ -194,7 +199,7 @@ class LegCarrier:
 
         return keep
 
-    async def _send(
+    def _send(
         self,
         job: Job,
         candidate: Candidate,
@@ -202,29 +207,23 @@ class LegCarrier:
         extra: Headers,
         *,
         on_ready: Callable[[], None] | None = None,
-    ) -> UpstreamAnswer:
+    ) -> Awaitable[UpstreamAnswer]:
         request = job.request
-        headers = [*request.headers, *extra]
+        headers = (*request.headers, *extra)
         rank = candidate.instance.rank_header(candidate.rank.rank)
         if rank is not None:
-            headers.append((b"x-data-parallel-rank", rank.encode()))
-        target = request.endpoint.value + job.query
-        return await self._sender.send(
-            candidate.instance, "POST", target, tuple(headers), body, on_ready=on_ready
+            headers = (*headers, (b"x-data-parallel-rank", rank.encode()))
+        target = request.endpoint + job.query
+        return self._sender.send(
+            candidate.instance, "POST", target, headers, body, on_ready=on_ready
         )
 
-    @contextmanager
-    def _recorded(self, job: Job, route: Route, kind: str, *, loads: bool) -> Iterator[LegRecord]:
-        """One attempt: its record, and what it shows of the index when it has ended."""
-        forecast = route.forecast(kind, loads=loads)
-        plan = route.plan
-        choice = plan.prefill if kind == "prefill" and plan.prefill else plan.decode
-        candidate = choice.candidate
+    def _recorded(self, job: Job, candidate: Candidate, kind: str) -> LegInHand:
+        """One attempt on the chosen rank."""
         overlap_tokens = overlap(candidate) if job.prompt.prompts else None
-        with self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens) as leg:
-            note_candidate(leg, candidate)
-            yield leg
-        self._on_leg_end(forecast, leg)
+        leg = self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens)
+        note_candidate(leg.record, candidate)
+        return leg
 
     def _settled(self, job: Job, request: LegRequest, candidate: Candidate) -> LegRequest:
         """The leg that prefills, as it is sent."""

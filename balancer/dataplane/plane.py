@@ -12,6 +12,7 @@ import asyncio
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -28,7 +29,7 @@ from balancer.core.errors import (
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.handlers import Reply, amended_headers
 from balancer.core.http.body import whole
-from balancer.core.http.engine_paths import PathUse, belongs_to_engines, find_path
+from balancer.core.http.engine_paths import belongs_to_engines, find_path
 from balancer.core.http.generate import read_generate
 from balancer.core.http.headers import (
     Headers,
@@ -59,10 +60,11 @@ from balancer.dataplane.handling import Handling
 from balancer.dataplane.jobs import Job
 from balancer.dataplane.leg_sender import EngineKey, LegSender, ReportHealth
 from balancer.dataplane.legs import Legs
-from balancer.dataplane.one_leg import DecodeAnswer, OnLegEnd
+from balancer.dataplane.one_leg import OnLegEnd
 from balancer.dataplane.placing import Placing
 from balancer.dataplane.realtime import Realtime
 from balancer.dataplane.reliability import Reliability
+from balancer.dataplane.request_log import LoggedRequests, LogRequest
 from balancer.dataplane.upstream import Upstream
 from balancer.fleet.transfer_notices import TransferNotices
 from balancer.routing.router import Router
@@ -106,8 +108,12 @@ class DataPlane:
         reliability: Reliability | None = None,
         admission: Admission | None = None,
         notices: TransferNotices | None = None,
+        log_request: LogRequest | None = None,
     ) -> None:
-        """`engine_key` gives an instance's API key; without one the client's own is passed on."""
+        """`engine_key` gives an instance's API key; without one the client's own is passed on.
+
+        `log_request` writes a finished request's log line; without one it goes the way of the others.
+        """
         self.running = 0
         """Requests and sessions under way."""
         self.cut = 0
@@ -119,8 +125,8 @@ class DataPlane:
         self._clock = clock
         self._new_id = new_id
         self._tracing = tracing or NoTracing()
-        # Bound once: a lazy logger is put together anew for every line.
-        self._log = structlog.stdlib.get_logger(__name__).bind()
+        self._log = structlog.stdlib.get_logger(__name__)
+        self._log_request = log_request or LoggedRequests()
         sender = LegSender(
             upstream=upstream,
             engine_key=engine_key,
@@ -157,9 +163,8 @@ class DataPlane:
         )
         self._realtime = Realtime(sender=sender, settings=settings, clock=clock, placing=placing)
 
-    def proxies(self, path: str) -> bool:
-        """Tell whether `handle` answers `path`."""
-        return belongs_to_engines(path)
+    proxies = staticmethod(belongs_to_engines)
+    """Tell whether `handle` answers a path."""
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one request. Raises nothing but cancellation."""
@@ -168,7 +173,10 @@ class DataPlane:
             exchange=exchange, record=record, settings=self._settings, clock=self._clock
         )
         try:
-            with self._tracing.request(record, exchange.headers):
+            if self._tracing.is_on:
+                with self._tracing.request(record, exchange.headers):
+                    await self._answer(exchange, record, passer)
+            else:
                 await self._answer(exchange, record, passer)
         except BalancerError as error:
             await self._tell(error, record, passer)
@@ -202,7 +210,8 @@ class DataPlane:
 
     def _begin(self, asked: Exchange | ClientSocket) -> RequestRecord:
         self.running += 1
-        asked_id = clean_request_id(find_header(asked.headers, b"x-request-id"))
+        named = find_header(asked.headers, b"x-request-id")
+        asked_id = None if named is None else clean_request_id(named)
         return RequestRecord(
             request_id=asked_id or self._new_id(), path=asked.path, arrived_s=self._clock()
         )
@@ -216,7 +225,7 @@ class DataPlane:
         self.cut += record.error == CANCELLED
         record.ended_s = self._clock()
         self._on_record(record)
-        self._log.info("request_done", **_facts(record))
+        self._log_request(record)
 
     async def _answer(
         self, exchange: Exchange, record: RequestRecord, passer: AnswerPasser
@@ -224,8 +233,8 @@ class DataPlane:
         use = find_path(exchange.method, exchange.path)
         body = await exchange.read_body(self._settings.max_body_bytes)
         query = "?" + exchange.query.decode("latin-1") if exchange.query else ""
-        headers = pass_request_headers(exchange.headers)
-        if use.use is PathUse.FORWARD:
+        if use.endpoint is None:
+            headers = pass_request_headers(exchange.headers)
             request_id = (b"x-request-id", record.request_id.encode())
             forwarded = Forwarded(
                 use=use,
@@ -237,47 +246,47 @@ class DataPlane:
             )
             work = self._forwarding.carry(self._fleet(), forwarded, record, passer)
         else:
-            request = self._read(exchange, headers, whole(body), record)
+            request = self._read(exchange, use.endpoint, whole(body), record)
             work = self._generate(request, query, record, passer)
         await exchange.while_present(work)
 
     def _read(
-        self, exchange: Exchange, headers: Headers, raw: bytes, record: RequestRecord
+        self, exchange: Exchange, endpoint: Endpoint, raw: bytes, record: RequestRecord
     ) -> GenerateRequest:
         """Understand a chat or completions request. Raises RequestError or NoInstanceError."""
         request = read_generate(
-            Endpoint(exchange.path),
+            endpoint,
             raw,
             self._fleet(),
             request_id=record.request_id,
             # An encoded stream couldn't be read for its usage; engines don't encode anyway.
-            headers=drop_header(headers, b"accept-encoding"),
+            headers=pass_request_headers(exchange.headers, readable=True),
         )
-        if find_header(exchange.headers, b"x-request-id") is None:
+        is_named = "request_id" in request.body
+        if is_named and find_header(exchange.headers, b"x-request-id") is None:
             named = clean_request_id(request.body.get("request_id"))
             if named is not None:
                 request = msgspec.structs.replace(request, request_id=named)
                 record.request_id = named
-        record.model, record.base_model = request.model, request.base_model
-        record.stream = request.stream
+        _note_request(record, request)
         return request
 
     async def _generate(
         self, request: GenerateRequest, query: str, record: RequestRecord, passer: AnswerPasser
     ) -> None:
         fleet = self._fleet()
-        judged = await self._handling.judge(request, fleet)
-        if isinstance(judged, Reply):
-            await passer.pass_own(judged.status, _reply_headers(judged), judged.body)
-            return
-        request = judged
-        record.model, record.base_model = request.model, request.base_model
-        record.stream = request.stream
+        if self._handling.is_on:
+            judged = await self._handling.judge(request, fleet)
+            if isinstance(judged, Reply):
+                await passer.pass_own(judged.status, _reply_headers(judged), judged.body)
+                return
+            request = judged
+            _note_request(record, request)
         prompt = await self._reader.read(fleet, request)
         record.prompt_tokens = prompt.prompt_tokens
         record.prompt_source = prompt.source
         record.unscorable = prompt.unscorable
-        asks = self._settings.usage_inject and request.stream and not wants_usage(request.body)
+        asks = self._settings.usage_inject and record.stream and not wants_usage(request.body)
         job = Job(
             fleet=fleet,
             request=request,
@@ -288,9 +297,7 @@ class DataPlane:
             query=query,
         )
 
-        async def deliver(decoded: DecodeAnswer) -> None:
-            await passer.pass_generated(decoded, withhold_usage=asks)
-
+        deliver = partial(passer.pass_generated, withhold_usage=asks)
         await self._legs.carry(job, deliver)
 
     async def _part(self, record: RequestRecord, passer: AnswerPasser) -> None:
@@ -323,6 +330,11 @@ class DataPlane:
             return  # it left before it could read the error
 
 
+def _note_request(record: RequestRecord, request: GenerateRequest) -> None:
+    record.model, record.base_model = request.model, request.base_model
+    record.stream = request.stream
+
+
 async def _end_session(error: BalancerError, record: RequestRecord, socket: ClientSocket) -> None:
     """Tell the client of `error`: by an answer, or by how its session is closed."""
     record.error = record.error or error.code or error.type
@@ -353,24 +365,4 @@ def _bug_facts(error: Exception, record: RequestRecord) -> dict[str, Any]:
         "request_id": record.request_id,
         "error": record.error,
         "frames": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]],
-    }
-
-
-def _facts(record: RequestRecord) -> dict[str, Any]:
-    """The request's log line: no prompt, no key, no address."""
-    plan = record.plan
-    return {
-        "request_id": record.request_id,
-        "path": record.path,
-        "model": record.base_model,
-        "status": record.status,
-        "error": record.error,
-        "stream": record.stream,
-        "reason": plan.reason.value if plan else None,
-        "legs": [f"{leg.kind}:{leg.alias}" for leg in record.legs],
-        "prompt_tokens": record.prompt_tokens,
-        "overlap_tokens": record.chosen_tokens,
-        "cached_tokens": record.cached_tokens,
-        **({} if record.waited_s is None else {"waited_s": round(record.waited_s, 4)}),
-        "seconds": round((record.ended_s or record.arrived_s) - record.arrived_s, 4),
     }

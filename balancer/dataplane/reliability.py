@@ -79,7 +79,8 @@ class Reliability(Collector):
 
     def claim(self, *instances: Instance) -> None:
         """These were chosen."""
-        self.standings.claim((each.id for each in instances), self._clock())
+        if self.standings.held_back:
+            self.standings.claim((each.id for each in instances), self._clock())
 
     def started(self, instance: Instance, leg: LegRecord, record: RequestRecord) -> None:
         """A leg is sent."""
@@ -97,8 +98,8 @@ class Reliability(Collector):
     def ended(self, leg: LegRecord, error: BaseException | None) -> None:
         """It ended, by `error` if there is one."""
         if leg.attempt is not None:
-            now_s = self._clock()
-            self.standings.ended(leg.attempt, outcome_of(error), now_s, leg.error or "")
+            outcome = Outcome.WELL if error is None else outcome_of(error)
+            self.standings.ended(leg.attempt, outcome, self._clock(), leg.error or "")
 
     def told(self, instance: InstanceId, ok: bool, reason: str | None) -> None:
         """Another process of this fleet holds an instance back, or doesn't any more."""

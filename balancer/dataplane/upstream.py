@@ -5,7 +5,9 @@ Rules:
 1. Idle connections are dropped before the engine drops them (vLLM: 5 s). The race that remains is
    met by one repetition on a new connection, if the reused one died at once and before any answer
    byte: an engine that dies while it computes isn't asked the same again here.
-2. Limits: connecting, first byte, silence. No total limit: agent turns may take an hour.
+2. Limits: connecting, first byte, silence. No total limit: agent turns may take an hour. One timer
+   looks at everybody who waits (`_look`): two timers of each request's own cost as much as its
+   parsing. It looks often enough for a limit to strike late by a fifth at most.
 3. Proxies of the environment are ignored on purpose: engines are neighbours.
 4. Every foreign error becomes one of `balancer.core.errors`, without the engine's address.
 5. A pool lives as long as it has connections. What comes back to one that was given up is closed.
@@ -16,6 +18,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -23,6 +26,7 @@ from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineU
 from balancer.core.http.body import Body, size_bytes
 from balancer.dataplane.connection import Connection, UpstreamAnswer
 
+_LONGEST_LOOK_S: Final = 1.0
 _STALE_S: Final = 1.0
 """A connection that the engine had retired shows it within a round trip."""
 
@@ -35,7 +39,8 @@ class _Origin:
     port: int
     tls: bool
     prefix: str
-    host_header: bytes
+    host_line: bytes
+    """Between the request line and the other headers."""
 
 
 class _Pool:
@@ -73,6 +78,8 @@ class Upstream:
         self._tls = tls
         self._pools: dict[str, _Pool] = {}
         self._is_closed = False
+        self._look_s = min(first_byte_timeout_s / 10, idle_timeout_s / 10, _LONGEST_LOOK_S)
+        self._is_looking = False
 
     async def send(
         self,
@@ -94,19 +101,26 @@ class Upstream:
         if pool is None:
             pool = self._pools[base_url] = _Pool(base_url)
         head = _write_head(pool.origin, method, target, headers, size_bytes(body))
-        reused = self._take_idle(pool)
-        if reused is not None:
-            sent_s = asyncio.get_running_loop().time()
+        connection = self._take_idle(pool)
+        is_reused = connection is not None
+        while True:
+            if connection is None:
+                connection = await self._connect(pool)
+            if on_ready is not None:
+                _ask(on_ready, connection)
+            sent_s = connection.loop.time()
+            answer = self._write(pool, connection, method, head, body)
             try:
-                _ask(on_ready, reused)
-                return await self._exchange(pool, reused, method, head, body)
-            except EngineClosedError:
-                if asyncio.get_running_loop().time() - sent_s > _STALE_S:
+                await answer.head()
+            except BaseException as error:
+                answer.close()
+                is_quick = connection.loop.time() - sent_s <= _STALE_S
+                if not (is_reused and is_quick and isinstance(error, EngineClosedError)):
                     raise
                 # The engine retired the connection just now: it saw no request.
-        connection = await self._connect(pool)
-        _ask(on_ready, connection)
-        return await self._exchange(pool, connection, method, head, body)
+                connection, is_reused = None, False
+            else:
+                return answer
 
     def connect_anew(self, base_url: str) -> None:
         """Its name leads elsewhere now: what runs goes on, no connection is used again."""
@@ -132,22 +146,32 @@ class Upstream:
         self._pools.clear()
         await asyncio.sleep(0)  # the loop closes the sockets in its next turn
 
-    async def _exchange(
+    def _write(
         self, pool: _Pool, connection: Connection, method: str, head: bytes, body: Body
     ) -> UpstreamAnswer:
+        """Send a request over this connection; its answer has to be waited for, and closed."""
         answer = UpstreamAnswer(
             connection,
             first_byte_timeout_s=self._first_byte_timeout_s,
             idle_timeout_s=self._idle_timeout_s,
         )
         pool.used.add(connection)
-        try:
-            connection.send(answer, method, head, body)
-            await answer.head()
-        except BaseException:
-            answer.close()
-            raise
+        if not self._is_looking:
+            self._is_looking = True
+            connection.loop.call_later(self._look_s, self._look)
+        connection.send(answer, method, head, body)
         return answer
+
+    def _look(self) -> None:
+        """End what has been silent for too long, as long as anybody waits."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        waiting = [each for pool in self._pools.values() for each in pool.used]
+        for connection in waiting:
+            connection.look(now_s)
+        self._is_looking = bool(waiting)
+        if waiting:
+            loop.call_later(self._look_s, self._look)
 
     async def _connect(self, pool: _Pool) -> Connection:
         pool.connecting += 1
@@ -168,10 +192,7 @@ class Upstream:
         loop = asyncio.get_running_loop()
 
         def make() -> Connection:
-            return Connection(
-                on_reusable=lambda connection: self._keep(pool, connection),
-                on_lost=pool.used.discard,
-            )
+            return Connection(on_reusable=partial(self._keep, pool), on_lost=pool.used.discard)
 
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -196,16 +217,16 @@ class Upstream:
 
     def _take_idle(self, pool: _Pool) -> Connection | None:
         """Return the connection used last, if any is fit."""
-        oldest_s = asyncio.get_running_loop().time() - self._keep_alive_s
         while pool.idle:
             connection = pool.idle.pop()
+            oldest_s = connection.loop.time() - self._keep_alive_s
             if connection.is_open and connection.idle_since_s > oldest_s:
                 return connection
             connection.close()
         return None
 
     def _keep(self, pool: _Pool, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
+        loop = connection.loop
         pool.used.discard(connection)
         if connection in pool.outdated or self._pools.get(pool.base_url) is not pool:
             pool.outdated.discard(connection)
@@ -257,7 +278,7 @@ def _read_origin(base_url: str) -> _Origin:
         port=parts.port or (443 if tls else 80),
         tls=tls,
         prefix=parts.path.rstrip("/"),
-        host_header=parts.netloc.rpartition("@")[2].encode("latin-1"),
+        host_line=b"\r\nhost: %b\r\n" % parts.netloc.rpartition("@")[2].encode("latin-1"),
     )
 
 
@@ -268,14 +289,12 @@ def _write_head(
     headers: Sequence[tuple[bytes, bytes]],
     body_bytes: int,
 ) -> bytes:
-    lines = [
-        f"{method} {origin.prefix}{target} HTTP/1.1".encode("ascii"),
-        b"host: " + origin.host_header,
-    ]
+    head = f"{method} {origin.prefix}{target} HTTP/1.1".encode("ascii") + origin.host_line
     if body_bytes or method not in {"GET", "HEAD"}:
-        lines.append(b"content-length: %d" % body_bytes)
-    lines += [name + b": " + value for name, value in headers]
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+        head += b"content-length: %d\r\n" % body_bytes
+    for name, value in headers:
+        head += name + b": " + value + b"\r\n"
+    return head + b"\r\n"
 
 
 def _tune(transport: asyncio.BaseTransport) -> None:

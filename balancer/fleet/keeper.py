@@ -153,7 +153,7 @@ class FleetKeeper:
         True if that changes what is believed of the instance: then other processes want to know.
         """
         watched = self._watched.get(instance)
-        if watched is None:
+        if watched is None or ok:
             return False
         if reason == HandOverFailedError.code:
             watched.wake.set()  # it may have restarted: ask who it is

@@ -8,7 +8,9 @@ from prometheus_client import CollectorRegistry, Counter
 from balancer.core.fleet.snapshot import Role
 from balancer.core.record import RequestRecord
 from balancer.core.routing.judgement import judge_record
+from balancer.core.routing.plan import RoutePlan
 
+_DECODE = Role.DECODE
 REMOTE, LOCAL = "remote", "local"
 
 
@@ -46,10 +48,9 @@ class PdMetrics:
             "way",
         )
 
-    def observe(self, record: RequestRecord) -> None:
-        """Count one finished request."""
-        plan = record.plan
-        if plan is None or plan.decode.candidate.instance.role is not Role.DECODE:
+    def observe(self, record: RequestRecord, plan: RoutePlan) -> None:
+        """Count one finished request, and the plan it had."""
+        if plan.decode.candidate.instance.role is not _DECODE:
             return
         way = LOCAL if plan.prefill is None else REMOTE
         self._decisions.labels(way, plan.reason.value).inc()

@@ -42,16 +42,19 @@ class EnginePath:
     """It runs a prompt on one rank of an instance, as the scored paths do."""
     makes_response: bool = False
     """Its answers are kept by the instance that gave them, under an id."""
+    endpoint: Endpoint | None = None
+    """Which of the paths that are routed by cache it is; None: it is none."""
     response: str | None = None
     """Id of the kept response that the path names."""
 
 
-_GENERATE = EnginePath(use=PathUse.GENERATE, generates=True)
 _FORWARD = EnginePath(use=PathUse.FORWARD)
 _FORWARD_GENERATE = EnginePath(use=PathUse.FORWARD, generates=True)
 _READ = ("GET", "HEAD")
 
-_PATHS = {endpoint.value: _GENERATE for endpoint in Endpoint} | dict.fromkeys(
+_PATHS = {
+    each.value: EnginePath(use=PathUse.GENERATE, generates=True, endpoint=each) for each in Endpoint
+} | dict.fromkeys(
     (
         "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
@@ -117,9 +120,11 @@ _ENGINE_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
 
 def belongs_to_engines(path: str) -> bool:
     """Tell whether the data plane answers `path`, be it with a refusal."""
+    if path in _PATHS:
+        return True
     if path == "/v1/models" or path.startswith("/v1/models/") or path in COMMANDS:
         return False
-    return path.startswith(_ENGINE_PREFIXES) or path in _PATHS or path in _REFUSED
+    return path.startswith(_ENGINE_PREFIXES) or path in _REFUSED
 
 
 def find_path(method: str, path: str) -> EnginePath:

@@ -39,6 +39,7 @@ _REQUEST_STOPS = _HOP_BY_HOP | {
     b"x-data-parallel-rank",
     b"x-request-id",
 }
+_READABLE_STOPS = _REQUEST_STOPS | {b"accept-encoding"}
 _OUR_SESSION = FULL_REPORT_SESSION.encode()
 _ANSWER_STOPS = _HOP_BY_HOP | {b"x-request-id"}
 
@@ -46,15 +47,21 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 
 
-def pass_request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Keep the client's end-to-end headers, less those that are ours to set."""
-    passed = _without(headers, _REQUEST_STOPS)
+def pass_request_headers(
+    headers: Iterable[tuple[bytes, bytes]], *, readable: bool = False
+) -> Headers:
+    """Keep the client's end-to-end headers, less those that are ours to set.
+
+    `readable`: nor may an answer be encoded, since it has to be read on its way.
+    """
+    passed = _without(headers, _READABLE_STOPS if readable else _REQUEST_STOPS)
     ours = (b"x-session-id", _OUR_SESSION)
-    return tuple([pair for pair in passed if pair != ours]) if ours in passed else passed
+    return tuple([pair for pair in passed if pair != ours]) if ours in passed else tuple(passed)
 
 
 def pass_answer_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Keep the engine's end-to-end headers, less the request id and our own names."""
+    # Lists all the way: a generator takes a call for each header.
     passed = _without(headers, _ANSWER_STOPS)
     return tuple([pair for pair in passed if not pair[0].startswith(b"x-kvlb-")])
 
@@ -86,10 +93,14 @@ def has_addresses(request_id: str) -> bool:
     return any(mark in request_id for mark in _ADDRESS_MARKS)
 
 
-def _without(headers: Iterable[tuple[bytes, bytes]], stops: frozenset[bytes]) -> Headers:
-    pairs = tuple(headers)
-    named = [value for name, value in pairs if name == b"connection"]
-    if named:
-        stops = stops | {token.strip().lower() for value in named for token in value.split(b",")}
-    # Lists all the way: a generator takes a call for each header.
-    return tuple([pair for pair in pairs if pair[0] not in stops])
+def _without(
+    headers: Iterable[tuple[bytes, bytes]], stops: frozenset[bytes]
+) -> list[tuple[bytes, bytes]]:
+    passed = []
+    named: set[bytes] = set()
+    for pair in headers:
+        if pair[0] not in stops:
+            passed.append(pair)
+        elif pair[0] == b"connection":
+            named.update(token.strip().lower() for token in pair[1].split(b","))
+    return [pair for pair in passed if pair[0] not in named] if named else passed

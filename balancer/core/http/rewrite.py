@@ -33,7 +33,16 @@ from indexer.core.reports import FULL_REPORT_SESSION
 CONVERSATION = "conversation_id"
 """Names a client's conversation to us; engines don't know it."""
 _FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", CONVERSATION)
+_LOOKED_AT = frozenset({*_FORBIDDEN, "session_id", "request_id", "vllm_xargs"})
 _REPORT_MODE = "kv_cache_report_mode"
+_FIELDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("model", str, "a string"),
+    ("stream", bool, "a boolean"),
+    ("stream_options", dict, "an object"),
+)
+_CHAT_FIELDS = (*_FIELDS, ("messages", list, "a list"))
+_TEXT_FIELDS = (*_FIELDS, ("prompt", (str, list), "a string or a list"))
+_CHAT = Endpoint.CHAT
 _SPLICE = b'{"stream_options":{"include_usage":true},'
 
 
@@ -88,23 +97,27 @@ def _reason(error: Exception) -> str:
 
 def check_generate_body(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
     """Refuse what is no chat or completions request. Raises BadRequestError naming the field."""
-    _check_type(body, "model", str, "a string")
-    _check_type(body, "stream", bool, "a boolean")
-    _check_type(body, "stream_options", dict, "an object")
-    options = body.get("stream_options") or {}
-    _check_type(options, "include_usage", bool, "a boolean", prefix="stream_options.")
-    if endpoint is Endpoint.CHAT:
-        _check_type(body, "messages", list, "a list")
-        if body.get("messages") is None:
-            raise BadRequestError("`messages` is required", param="messages")
-        return
-    _check_type(body, "prompt", (str, list), "a string or a list")
-    if body.get("prompt") is None and body.get("prompt_embeds") is None:
+    is_chat = endpoint is _CHAT
+    for name, kind, words in _CHAT_FIELDS if is_chat else _TEXT_FIELDS:
+        value = body.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise BadRequestError(f"`{name}` must be {words}", param=name)
+    options = body.get("stream_options")
+    if options:
+        asked = options.get("include_usage")
+        if asked is not None and not isinstance(asked, bool):
+            name = "stream_options.include_usage"
+            raise BadRequestError(f"`{name}` must be a boolean", param=name)
+    if is_chat and body.get("messages") is None:
+        raise BadRequestError("`messages` is required", param="messages")
+    if not is_chat and body.get("prompt") is None and body.get("prompt_embeds") is None:
         raise BadRequestError("`prompt` is required", param="prompt")
 
 
 def without_forbidden(body: dict[str, Any]) -> dict[str, Any]:
     """Return `body` itself if it holds nothing forbidden, else a copy without it."""
+    if _LOOKED_AT.isdisjoint(body):
+        return body
     drop = [key for key in _FORBIDDEN if key in body]
     if body.get("session_id") == FULL_REPORT_SESSION:
         drop.append("session_id")
@@ -163,15 +176,3 @@ def splice_field(raw: bytes, name: str, value: Mapping[str, Any]) -> bytes | Non
 def _spliced(raw: bytes, beginning: bytes) -> bytes:
     brace = raw.index(b"{")
     return raw[:brace] + beginning + raw[brace + 1 :]
-
-
-def _check_type(
-    body: Mapping[str, Any],
-    key: str,
-    kind: type | tuple[type, ...],
-    words: str,
-    prefix: str = "",
-) -> None:
-    value = body.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise BadRequestError(f"`{prefix}{key}` must be {words}", param=f"{prefix}{key}")

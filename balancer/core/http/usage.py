@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -24,20 +24,23 @@ class AnswerHead(msgspec.Struct):
     error: Any = None
 
 
+_HEAD: Final = msgspec.json.Decoder(AnswerHead)
+
+
 def decode_head(data: bytes | bytearray) -> AnswerHead | None:
     """Read the fields we look at; None if `data` is no JSON object."""
     try:
-        return msgspec.json.decode(data, type=AnswerHead)
+        return _HEAD.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode_leniently(data)
 
 
 def read_usage(value: Any) -> Usage | None:
     """Read a `usage` object, in the words of completions, chat or responses."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return None
     details = value.get("prompt_tokens_details", value.get("input_tokens_details"))
-    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return Usage(
         prompt_tokens=_count(value.get("prompt_tokens", value.get("input_tokens"))),
         completion_tokens=_count(value.get("completion_tokens", value.get("output_tokens"))),

@@ -17,7 +17,9 @@ class FadingSum:
         self._value = 0.0
 
     def add(self, now_s: float, amount: float) -> None:
-        self._value = self.at(now_s) + amount
+        if self._value:
+            amount += self._value * exp((self._at_s - now_s) / self._tau_s)
+        self._value = amount
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:

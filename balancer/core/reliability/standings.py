@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
 from balancer.core.fleet.snapshot import Instance
 from balancer.core.reliability.breaker import BreakerState, Phase
 from balancer.core.reliability.outliers import Figures, Tally, find_outliers
@@ -38,8 +40,7 @@ class Outcome(Enum):
     """Cancelled, or a matter of probes."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, kw_only=True, eq=False):
     """One leg under way."""
 
     instance: InstanceId
@@ -74,7 +75,8 @@ class Standings:
         self._rules = settings.breaker
         self._on_change = on_change
         self._standings: dict[InstanceId, _Standing] = {}
-        self._open: set[InstanceId] = set()
+        self.held_back: set[InstanceId] = set()
+        """Those whose breaker isn't closed."""
         self.openings: Counter[tuple[InstanceId, str]] = Counter()
         """Of each instance, by reason."""
 
@@ -82,7 +84,7 @@ class Standings:
         self, instances: Sequence[Instance], exclude: frozenset[RankId], now_s: float
     ) -> Sequence[Instance]:
         """Those of `instances` that aren't held back; all, if that left none outside `exclude`."""
-        if not self._open:
+        if not self.held_back:
             return instances
         free = [each for each in instances if self.breaker(each.id).phase(now_s) is not Phase.OPEN]
         is_enough = any(rank not in exclude for each in free for rank in each.rank_ids())
@@ -90,10 +92,8 @@ class Standings:
 
     def claim(self, instances: Iterable[InstanceId], now_s: float) -> None:
         """These were chosen: who is on trial is taken."""
-        if not self._open:
-            return
         for instance in instances:
-            if instance in self._open:
+            if instance in self.held_back:
                 standing = self._standings[instance]
                 standing.breaker = standing.breaker.claimed(now_s, self._rules)
 
@@ -121,7 +121,7 @@ class Standings:
 
     def started(self, instance: InstanceId, now_s: float, tokens: int | None) -> Attempt:
         """A leg is sent. `tokens` are to be computed; None: when it answers says nothing."""
-        standing = self._of(instance, now_s)
+        standing = self._standings.get(instance) or self._of(instance, now_s)
         attempt = Attempt(
             instance=instance,
             generation=standing.breaker.generation,
@@ -134,16 +134,18 @@ class Standings:
 
     def answered(self, attempt: Attempt, now_s: float) -> None:
         """Its first token is here."""
-        standing = self._of(attempt.instance, now_s)
+        instance = attempt.instance
+        standing = self._standings.get(instance) or self._of(instance, now_s)
         if attempt.thousands is not None and attempt in standing.waiting:
             standing.waiting.discard(attempt)
             standing.tally.first_token(now_s, (now_s - attempt.started_s) / attempt.thousands)
-        if standing.breaker.is_open:
+        if standing.breaker.reason is not None:
             self._succeeded(attempt, standing, now_s)
 
     def ended(self, attempt: Attempt, outcome: Outcome, now_s: float, reason: str = "") -> None:
         """It ended; `reason` is the code of the error that ended it."""
-        standing = self._of(attempt.instance, now_s)
+        instance = attempt.instance
+        standing = self._standings.get(instance) or self._of(instance, now_s)
         if attempt.thousands is not None and attempt in standing.waiting:
             standing.waiting.discard(attempt)
             standing.tally.gave_up(now_s, (now_s - attempt.started_s) / attempt.thousands)
@@ -151,7 +153,9 @@ class Standings:
             return
         standing.tally.ended(now_s, failed=outcome is not Outcome.WELL)
         if outcome is Outcome.WELL:
-            self._succeeded(attempt, standing, now_s)
+            breaker = standing.breaker
+            if breaker.failures or breaker.reason is not None:  # else nothing changes
+                self._succeeded(attempt, standing, now_s)
         elif outcome is Outcome.BROKEN or standing.breaker.is_open:
             state = standing.breaker.after_failure(now_s, attempt.generation, reason, self._rules)
             self._set(attempt.instance, standing, state, now_s)
@@ -175,7 +179,7 @@ class Standings:
         """Forget those that left."""
         for instance in [each for each in self._standings if each not in known]:
             del self._standings[instance]
-            self._open.discard(instance)
+            self.held_back.discard(instance)
         for key in [each for each in self.openings if each[0] not in known]:
             del self.openings[key]
 
@@ -196,7 +200,7 @@ class Standings:
         self, group: Sequence[InstanceId], outliers: Mapping[InstanceId, str], now_s: float
     ) -> None:
         most = max(1, int(len(group) * self._settings.max_outliers)) if len(group) > 1 else 0
-        room = most - sum(each in self._open for each in group)
+        room = most - sum(each in self.held_back for each in group)
         for instance, reason in outliers.items():
             standing = self._standings[instance]
             if standing.suspect_s is None:
@@ -231,10 +235,10 @@ class Standings:
         standing.tally = Tally(self._settings.window_s, now_s)
         standing.suspect_s = None
         if state.reason is not None:
-            self._open.add(instance)
+            self.held_back.add(instance)
             self.openings[instance, state.reason] += 1
         else:
-            self._open.discard(instance)
+            self.held_back.discard(instance)
 
     def _of(self, instance: InstanceId, now_s: float) -> _Standing:
         standing = self._standings.get(instance)

@@ -334,6 +334,9 @@ class DeafExchange:
     async def finish(self) -> None:
         raise ClientGoneError("gone")
 
+    async def answer(self, status: int, headers: object, body: bytes) -> None:  # noqa: ARG002
+        raise ClientGoneError("gone")
+
     async def abort(self) -> None:
         """There is nothing to break."""
 

@@ -8,7 +8,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import uvicorn
@@ -111,7 +111,12 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-Connect = Callable[[Answer], AbstractAsyncContextManager[tuple[Client, FakePlane]]]
+class Connect(Protocol):
+    """Starts a server, and connects to it."""
+
+    def __call__(
+        self, answer: Answer, **options: Any
+    ) -> AbstractAsyncContextManager[tuple[Client, FakePlane]]: ...
 
 
 @pytest.fixture
@@ -119,7 +124,7 @@ def connected() -> Connect:
     """Factory of a client connected to a server whose proxied paths get the given answer."""
 
     @asynccontextmanager
-    async def connect(answer: Answer) -> AsyncIterator[tuple[Client, FakePlane]]:
+    async def connect(answer: Answer, **options: Any) -> AsyncIterator[tuple[Client, FakePlane]]:
         plane = FakePlane(answer)
         server = _Server(
             uvicorn.Config(
@@ -132,6 +137,7 @@ def connected() -> Connect:
                 server_header=False,
                 date_header=False,
                 timeout_graceful_shutdown=1,
+                **options,
             )
         )
         async with asyncio.TaskGroup() as group:
@@ -206,6 +212,72 @@ async def test_old_client_gets_no_chunks(connected: Connect) -> None:
         assert await client.read_rest() == (
             b"HTTP/1.1 200 OK\r\na: b\r\nconnection: close\r\n\r\nonetwo!"
         )
+
+
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        pytest.param(((b"content-length", b"3"),), b"content-length: 3\r\n\r\nabc", id="length"),
+        pytest.param((), b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", id="chunked"),
+    ],
+)
+async def test_answer_that_is_here_as_a_whole(
+    connected: Connect, headers: Any, told: bytes
+) -> None:
+    """In one call, framed as in three; the connection goes on."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.read_body(LIMIT_BYTES)
+        await exchange.answer(200, headers, b"abc")
+
+    async with connected(answer) as (client, _):
+        for _ in range(2):
+            client.send(post(b""))
+            await client.read(b"HTTP/1.1 200 OK\r\n" + told)
+
+
+async def test_whole_answer_shorter_than_its_length_breaks(connected: Connect) -> None:
+    """It can't be taken for complete."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.answer(200, ((b"content-length", b"9"),), b"abc")
+
+    async with connected(answer) as (client, _):
+        client.send(post(b""))
+
+        assert await client.read_rest() == b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc"
+
+
+async def test_idle_connection_is_closed_in_the_end(connected: Connect) -> None:
+    """After the time of silence that the server was given, counted from the last answer."""
+    async with connected(echo, timeout_keep_alive=0.3) as (client, _):
+        for _ in range(3):
+            client.send(post(b"abc"))
+            await client.read(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc")
+            await asyncio.sleep(0.2)
+
+        assert await client.read_rest() == b""
+
+
+async def test_connection_that_is_busy_is_not_idle(connected: Connect) -> None:
+    """A long answer, or a request that takes long to come, outlives the time of silence."""
+
+    async def slow(exchange: Exchange) -> None:
+        body = await exchange.read_body(LIMIT_BYTES)
+        if body.size_bytes == 1:
+            await asyncio.sleep(0.3)
+        await exchange.answer(200, ((b"content-length", b"0"),), b"")
+
+    empty = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+    async with connected(slow, timeout_keep_alive=0.1) as (client, _):
+        client.send(post(b""))
+        await client.read(empty)
+        client.send(post(b"a"))
+        await client.read(empty)
+        client.send(post(b"abc")[:-1])
+        await asyncio.sleep(0.3)
+        client.send(b"c")
+        await client.read(empty)
 
 
 async def test_client_that_asks_for_it_is_closed(connected: Connect) -> None:

@@ -91,6 +91,26 @@ async def test_connection_is_reused_after_a_complete_answer(engine: EngineFactor
         assert fake.connections == 1
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong", id="whole"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-le", id="begun"),
+        pytest.param(b"\x00", id="no-answer"),
+    ],
+)
+async def test_answer_that_nobody_asked_for_is_nobodys(engine: EngineFactory, more: bytes) -> None:
+    """An engine out of step: the next request gets its own answer, over another connection."""
+
+    async def script(received: Any, wire: Any) -> None:
+        said = b"%d" % received.connection
+        await wire.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n" + said + more)
+
+    async with engine(script) as fake, opened() as upstream:
+        assert await (await get(upstream, fake)).read(10) == b"1"
+        assert await (await get(upstream, fake)).read(10) == b"2"
+
+
 async def test_parallel_requests_have_a_connection_each(engine: EngineFactory) -> None:
     """Nothing is pipelined."""
     async with engine(answer_ok) as fake, opened() as upstream:
