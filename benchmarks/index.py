@@ -32,6 +32,7 @@ from benchmarks.index_workload import (
 )
 from benchmarks.naive_index import NaiveIndex
 from benchmarks.waiting_client import waiting_client
+from indexer.turns import Turns
 
 RUNS = 9
 STREAM_BLOCKS = 40_000
@@ -234,6 +235,7 @@ class Pace:
         self._blocks_per_frame = blocks / len(frames)
         self._blocks = 0.0
         self._start_s = self._turn_began_s = time.perf_counter()
+        self._turns = Turns()
 
     @property
     def blocks_per_s(self) -> float:
@@ -256,7 +258,7 @@ class Pace:
             await asyncio.sleep(max(ahead_s, BURST_S))
             self._turn_began_s = time.perf_counter()
         elif time.perf_counter() - self._turn_began_s > TURN_S:
-            await asyncio.sleep(0)
+            await self._turns.pass_on()
             self._turn_began_s = time.perf_counter()
 
 

@@ -104,7 +104,7 @@ class Fleet:
 
     def __init__(self, ranks: int) -> None:
         self.index = MemoryIndex()
-        self.tree = BlockTree()
+        self.tree = BlockTree(is_read=self.index.reads_tables)
         self.ranks = [self.new_rank(number) for number in range(ranks)]
 
     def new_rank(self, number: int, epoch: int = 1) -> RankBlocks:

@@ -15,13 +15,14 @@ from benchmarks.waiting_client import waiting_client
 from indexer.core.block_rows import GroupRows
 from indexer.core.index import AllDropped, BlocksHeld, GroupKind, GroupSpec, RankUpdate
 from indexer.core.types import BlockKey, InstanceId, RankId, Tier, Trust
+from indexer.rank_keeper import PART_BLOCKS
 from indexer.redis_index.connection import Script
 from indexer.redis_index.packing import PackedKeys
 from indexer.redis_index.redis_index import RedisIndex
 
 WATCH_S = 0.0005
-PART_BLOCKS = 512
-"""As the indexer writes a rank anew."""
+STORED_BLOCKS = 512
+"""Rather more than the longest update of an indexer has."""
 
 
 async def measure_long_commands(url: str, blocks: int) -> Iterator[str]:
@@ -41,7 +42,7 @@ async def measure_long_commands(url: str, blocks: int) -> Iterator[str]:
     async def fill() -> None:
         for rank in ranks:
             await index.apply(_update(rank, FULL_GROUP))
-            for number, part in enumerate(_parts(rank, size), start=1):
+            for number, part in enumerate(_parts(rank, size, STORED_BLOCKS), start=1):
                 await index.apply(structs.replace(part, seq=number))
 
     async def expire() -> None:
@@ -78,10 +79,10 @@ def _update(
     return RankUpdate(rank=rank, model="big", epoch=epoch, seq=seq, changes=changes, rows=rows)
 
 
-def _parts(rank: RankId, size: int) -> Iterator[RankUpdate]:
-    """Its blocks, in updates as they are when a rank is written anew."""
-    for start in range(0, size, PART_BLOCKS):
-        yield _part(rank, start, min(PART_BLOCKS, size - start))
+def _parts(rank: RankId, size: int, blocks: int) -> Iterator[RankUpdate]:
+    """All it holds, in updates of so many blocks."""
+    for start in range(0, size, blocks):
+        yield _part(rank, start, min(blocks, size - start))
 
 
 def _part(rank: RankId, start: int, count: int) -> RankUpdate:
@@ -93,7 +94,7 @@ def _part(rank: RankId, start: int, count: int) -> RankUpdate:
 
 
 async def _rewrite(index: RedisIndex, rank: RankId, size: int) -> None:
-    parts = chain([_update(rank, FULL_GROUP, seq=7)], _parts(rank, size))
+    parts = chain([_update(rank, FULL_GROUP, seq=7)], _parts(rank, size, PART_BLOCKS))
     await index.rewrite("big", Trust.EXACT, parts)
 
 

@@ -1,15 +1,15 @@
-"""The index in memory: one set of keys per rank, group and tier.
+"""The index in memory: the writer's own tables, read; or one set of keys per rank, group and tier.
 
-A set answers "is this block held", and held means reachable, so the depth of a prompt on one
-rank is found by bisection, in C: 13 probes for 6,250 blocks, 2 µs a rank. It is the layout of the
-Redis backend too.
+Rules:
 
-Measured on 2 shared cores, 100,000 tokens against 64 ranks that hold between none and all of it:
-0.16 ms. Walking one table of key -> bitmask of holders (the layout first thought of) took 0.50 ms,
-and a departed rank's bits had to be purged from it key by key. Here a rank leaves with its sets.
+1. Of a full group that is shared (`core.index.BlocksShared`) nothing is kept here: whether a block is
+   held is asked of the tables that events write (`core.held_tables`).
+2. Of all others (window groups; writers that share nothing) there is a set per tier.
+3. Either answers "is this block held", and held means reachable, so a rank's depth is found by
+   bisection: 11 probes for 2,048 blocks. A rank leaves with its sets, or its tables.
 
-Cost: 30 to 60 bytes per (block, holder) beside the key itself, which the writer's tables share;
-with those (`core.block_tree`) 260 to 300 bytes at one holder, 100 to 130 at 16.
+Cost: nothing per block of a shared group, 30 to 60 bytes per (block, holder) of another, beside the
+key itself.
 """
 
 from bisect import bisect_left
@@ -24,19 +24,22 @@ from indexer.core.index import (
     AllDropped,
     BlocksDropped,
     BlocksHeld,
+    BlocksShared,
     Change,
     GroupKind,
     GroupSpec,
+    Holds,
     IndexSize,
     PrefixMatch,
     Prompt,
     RankUpdate,
+    SharedBlocks,
     StaleEpochError,
 )
 from indexer.core.types import BlockKey, RankId, Tier, Trust
 
-_SWEPT_KEYS = 4096
-"""Keys of departed ranks freed per call: 0.1 ms, so that no lookup waits behind a big one."""
+_SWEPT_KEYS = 1024
+"""Keys of departed ranks freed per call: 0.03 ms, so that no lookup waits behind a big one."""
 
 _COUNTED_BLOCKS, _SAMPLES = 64, 16
 """So many blocks are asked one by one on which tier they are; of more, so many and the last."""
@@ -50,16 +53,21 @@ class _Holding:
     """One group of one rank in one epoch."""
 
     spec: GroupSpec
+    shared: SharedBlocks | None = None
+    """Where its writer keeps what it holds; then there is nothing in `tiers`."""
     tiers: dict[Tier, Keys] = field(default_factory=lambda: {t: {} for t in TIERS})
 
     @property
     def entries(self) -> int:
+        if self.shared is not None:
+            return self.shared.reachable_entries
         return sum(len(keys) for keys in self.tiers.values())
 
-    @property
-    def held(self) -> list[Keys]:
-        """Of tiers that have any, fastest first."""
-        return [keys for keys in self.tiers.values() if keys]
+    def lookups(self) -> Sequence[tuple[Tier, Holds]]:
+        """Tiers that hold any, fastest first: whether a block lies there."""
+        if self.shared is not None:
+            return self.shared.lookups()
+        return [(tier, keys.__contains__) for tier, keys in self.tiers.items() if keys]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +98,7 @@ class MemoryIndex:
     """A `BlockIndex` for one process. Nothing here awaits, so each call is atomic."""
 
     never_waits: Final = True
+    reads_tables: Final = True
 
     def __init__(self) -> None:
         self._lives: dict[RankId, _Life] = {}
@@ -162,23 +171,29 @@ class MemoryIndex:
         self._leaving += [keys for keys in holding.tiers.values() if keys]
 
     def _change(self, life: _Life, change: Change) -> None:
-        if isinstance(change, BlocksHeld):
+        if isinstance(change, BlocksDropped):
+            self._drop(life.groups[change.group], change)
+        elif isinstance(change, BlocksHeld):
             held = life.groups[change.group].tiers[change.tier]
             for key in change.keys:
                 held[key] = None
-        elif isinstance(change, BlocksDropped):
-            pop = life.groups[change.group].tiers[change.tier].pop
-            for key in change.keys:
-                pop(key, None)
+        elif isinstance(change, BlocksShared):
+            life.groups[change.group].shared = change.blocks
         elif isinstance(change, AllDropped):
             self._empty(life, list(life.groups.values()))
         else:
             self._describe(life, change)
 
+    def _drop(self, holding: _Holding, change: BlocksDropped) -> None:
+        if holding.shared is None:
+            pop = holding.tiers[change.tier].pop
+            for key in change.keys:
+                pop(key, None)
+
     def _empty(self, life: _Life, holdings: Iterable[_Holding]) -> None:
         for holding in holdings:
             self._leave(holding)
-            life.describe(_Holding(holding.spec))
+            life.describe(_Holding(holding.spec, holding.shared))
 
     def _describe(self, life: _Life, spec: GroupSpec) -> None:
         known = life.groups.get(spec.group)
@@ -203,29 +218,31 @@ def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:
     """For a rank that has a full group."""
     first = life.fulls[0]
     size = first.spec.block_size
-    held = [(tier, keys) for tier, keys in first.tiers.items() if keys]
+    tiers = first.lookups()
+    if not tiers:
+        return {}
     if len(life.groups) > 1:
         blocks = _agreed_tokens(life, prompt) // size
     else:
-        blocks = _depth([keys for _, keys in held], prompt.keys_backwards(size))
+        blocks = _depth(tiers, prompt.keys_backwards(size))
     if not blocks:
         return {}
-    if len(held) == 1:
-        return {held[0][0]: blocks * size}
-    return _tokens_by_tier(held, prompt.keys(size)[:blocks], size)
+    if len(tiers) == 1:
+        return {tiers[0][0]: blocks * size}
+    return _tokens_by_tier(tiers, prompt.keys(size)[:blocks], size)
 
 
-def _depth(tiers: Sequence[Keys], backwards: Sequence[BlockKey]) -> int:
+def _depth(tiers: Sequence[tuple[Tier, Holds]], backwards: Sequence[BlockKey]) -> int:
     """How many of a prompt's first blocks are held, by bisection: held means reachable.
 
     From the last block to the first "held" goes from False to True, which is what `bisect` is for.
     """
     if len(tiers) == 1:
-        return len(backwards) - bisect_left(backwards, True, key=tiers[0].__contains__)
+        return len(backwards) - bisect_left(backwards, True, key=tiers[0][1])
 
     def is_held(key: BlockKey) -> bool:
-        for keys in tiers:  # noqa: SIM110 - `any` takes twice as long
-            if key in keys:
+        for _, lies_here in tiers:  # noqa: SIM110 - `any` takes twice as long
+            if lies_here(key):
                 return True
         return False
 
@@ -233,7 +250,7 @@ def _depth(tiers: Sequence[Keys], backwards: Sequence[BlockKey]) -> int:
 
 
 def _tokens_by_tier(
-    tiers: Sequence[tuple[Tier, Keys]], keys: Sequence[BlockKey], size: int
+    tiers: Sequence[tuple[Tier, Holds]], keys: Sequence[BlockKey], size: int
 ) -> dict[Tier, int]:
     """Count each of these keys, all held, at its fastest tier.
 
@@ -244,8 +261,8 @@ def _tokens_by_tier(
 
     def fastest(number: int) -> Tier:
         key = keys[number]
-        for tier, held in faster:
-            if key in held:
+        for tier, lies_here in faster:
+            if lies_here(key):
                 return tier
         return slowest
 
@@ -271,7 +288,7 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
     """Where all groups of a hybrid model let a hit end."""
     step = life.step_tokens
     end = min(
-        _depth(full.held, prompt.keys_backwards(size)) * size
+        _depth(full.lookups(), prompt.keys_backwards(size)) * size
         for full in life.fulls
         for size in (full.spec.block_size,)
     )
@@ -289,14 +306,14 @@ def _agreed_tokens(life: _Life, prompt: Prompt) -> int:
 def _boundary(holding: _Holding, prompt: Prompt, end_tokens: int, step_tokens: int) -> int:
     """Largest end, at most `end_tokens`, before which a window or state group has its blocks."""
     size, needed = holding.spec.block_size, holding.spec.boundary_blocks
-    tiers = holding.held
+    lookups = holding.lookups()
     keys = prompt.keys(size)
     step = step_tokens // size
     end = end_tokens // size
     block = end
     while block > 0 and end - block < needed:
         block -= 1
-        if not any(keys[block] in tier for tier in tiers):
+        if not any(lies_here(keys[block]) for _, lies_here in lookups):
             # A hole: no end above it will do until the window has passed it.
             end = block = block - block % step
     return end * size

@@ -50,10 +50,10 @@ class WritingMeans:
     """Unix time, seconds: compared with the engines' own."""
     on_progress: Callable[[], None]
     """Called when a rank has dealt with something."""
+    tree: BlockTree
+    """Blocks of all ranks, each once."""
     journal: RankJournal | None = None
     """The index too, if what it has outlives this process."""
-    tree: BlockTree = field(default_factory=BlockTree)
-    """Blocks of all ranks, each once."""
     turns: Turns = field(default_factory=Turns)
     """Of the event loop."""
 

@@ -15,6 +15,7 @@ import structlog
 import zmq.asyncio
 
 from indexer.config import IndexerConfig, InstanceSource
+from indexer.core.block_tree import BlockTree
 from indexer.core.epochs import Epochs
 from indexer.core.index import BlockIndex, IndexSize, IndexUnavailableError
 from indexer.core.journal import RankJournal
@@ -113,6 +114,7 @@ class IndexerService:
             wall_clock=wall_clock,
             on_progress=self._progress.ring,
             journal=journal,
+            tree=BlockTree(is_read=getattr(index, "reads_tables", False)),
         )
         self._desk = ReportDesk(reports, self._followed)
         self._instances: dict[InstanceId, _Instance] = {}

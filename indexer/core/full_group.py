@@ -13,8 +13,8 @@ What is held, how often, and what can be reached is kept by `core.held_blocks`.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from struct import Struct
 from struct import error as StructError  # noqa: N812 - it is a class
-from struct import pack
 
 from indexer.core.block_rows import BlockRow
 from indexer.core.block_tree import TIERS, BlockTree, Node
@@ -30,7 +30,7 @@ from indexer.core.hashing import (
 )
 from indexer.core.held_blocks import HeldBlocks
 from indexer.core.held_tables import HeldCopies
-from indexer.core.index import GroupSpec
+from indexer.core.index import GroupSpec, SharedBlocks
 from indexer.core.orphans import Orphans, ParkedBlock
 from indexer.core.types import BlockKey, EngineHash, Tier
 
@@ -40,16 +40,17 @@ class FullGroup:
 
     __slots__ = (
         "_block_bytes",
-        "_block_format",
         "_counts",
         "_held",
         "_model",
         "_named",
+        "_pack_block",
         "_plain_roots",
         "_tree",
         "block_size",
         "changes",
         "orphans",
+        "shared",
         "spec",
     )
 
@@ -66,9 +67,11 @@ class FullGroup:
         self.orphans = Orphans(max_parked_blocks)
         self.block_size = spec.block_size
         self._block_bytes = spec.block_size * TOKEN_BYTES
-        self._block_format = f"<{spec.block_size}I"
+        self._pack_block = Struct(f"<{spec.block_size}I").pack
         self._held = HeldBlocks(tree)
         self.changes = self._held.changes
+        self.shared: SharedBlocks | None = self._held if tree.is_read else None
+        """Where an index may read what is held here."""
         self._tree = tree
         self._model = model
         self._counts = counts
@@ -207,7 +210,7 @@ class FullGroup:
         hashes, token_ids, extra_keys = event.hashes, event.token_ids, event.extra_keys
         try:
             if len(hashes) == 1 and len(token_ids) == self.block_size:
-                packed = pack(self._block_format, *token_ids)
+                packed = self._pack_block(*token_ids)
             else:
                 packed = pack_tokens(token_ids)
         except (OverflowError, TypeError, StructError):

@@ -60,11 +60,11 @@ class HeldBlocks(HeldTables):
             key = node.key
             held[node.engine_hash] = node
         self.reachable_blocks += 1
-        lost = self.changes.lost[0]
+        gained, lost = self._gained, self._lost
         if lost and key in lost:
             lost.discard(key)
-        else:
-            self.changes.gained[0].add(key)
+        elif gained is not None:
+            gained.add(key)
         return True
 
     def add_chain(
@@ -116,6 +116,7 @@ class HeldBlocks(HeldTables):
         if not was_held:
             self._gain_block(node, tier)
         elif not was_on_tier and node.key not in self._cut:
+            self._further_entries += 1
             self.changes.gain(node.key, tier)
 
     def remember(self, engine_hash: EngineHash, node: Node) -> None:
@@ -150,12 +151,11 @@ class HeldBlocks(HeldTables):
         _, cpu, storage = self._held
         if cpu or storage or self._ghosts or self._cut or self._twins[0]:
             return False
-        key, changes = node.key, self.changes
-        gained = changes.gained[0]
-        if key in gained:
+        key, gained = node.key, self._gained
+        if gained and key in gained:
             gained.discard(key)
         else:
-            changes.lost[0].add(key)
+            self._lost.add(key)
         self.reachable_blocks -= 1
         if node.entries > 1:
             node.entries -= 1
@@ -179,6 +179,7 @@ class HeldBlocks(HeldTables):
             self.changes.lose(node.key, tier)
         if self.is_held(node):
             node.entries -= 1
+            self._further_entries -= is_reachable
         else:
             self._lose_block(engine_hash, node, is_reachable=is_reachable)
 
@@ -295,6 +296,7 @@ class HeldBlocks(HeldTables):
     def _spread(self, node: Node, *, is_reachable: bool) -> None:
         """Tell the held descendants whether `node` can be reached."""
         report = self.changes.gain if is_reachable else self.changes.lose
+        step = 1 if is_reachable else -1
         changed = self._here(node)
         while changed:
             below = changed.pop()
@@ -302,13 +304,13 @@ class HeldBlocks(HeldTables):
                 continue  # It passes nothing on, nor did it before.
             if is_reachable:
                 self._cut.discard(below.key)
-                self.reachable_blocks += 1
             else:
                 self._cut.add(below.key)
-                self.reachable_blocks -= 1
-            for tier in range(len(TIERS)):
-                if self._lies_on(below, tier):
-                    report(below.key, tier)
+            tiers = [tier for tier in range(len(TIERS)) if self._lies_on(below, tier)]
+            self.reachable_blocks += step
+            self._further_entries += step * (len(tiers) - 1)
+            for tier in tiers:
+                report(below.key, tier)
             changed += self._here(below)
 
     def _drop_twin(self, engine_hash: EngineHash, node: Node, tier: int) -> bool:

@@ -3,12 +3,13 @@
 `core.held_blocks` says what is kept here and why, and does all the writing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from indexer.core.block_tree import TIERS, BlockTree, Node, children_of
+from indexer.core.index import Holds
 from indexer.core.net_changes import NetChanges
-from indexer.core.types import BlockKey, EngineHash
+from indexer.core.types import BlockKey, EngineHash, Tier
 
 Table = dict[EngineHash, Node]
 
@@ -38,10 +39,14 @@ class HeldTables:
 
     __slots__ = (
         "_cut",
+        "_further_entries",
+        "_gained",
         "_ghost_of",
         "_ghosts",
         "_held",
+        "_lost",
         "_nodes",
+        "_plain_lookups",
         "_surplus",
         "_tree",
         "_twins",
@@ -51,8 +56,11 @@ class HeldTables:
     )
 
     def __init__(self, tree: BlockTree) -> None:
-        self.changes = NetChanges()
+        self.changes = NetChanges(keeps_gains=not tree.is_read)
         """Keys gained and lost since the caller last cleared it."""
+        self._gained = None if tree.is_read else self.changes.gained[0]
+        """Of the fastest tier; None: nobody wants to be told."""
+        self._lost = self.changes.lost[0]
         self.touched: set[EngineHash] | None = None
         """Hashes whose rows may have changed; None: nobody keeps rows."""
         self._tree = tree
@@ -61,6 +69,8 @@ class HeldTables:
 
     def _empty(self) -> None:
         self.reachable_blocks = 0
+        self._further_entries = 0
+        """Tiers beyond the first on which reachable blocks lie."""
         self._held: tuple[Table, ...] = tuple({} for _ in TIERS)
         """Per tier: hashes with at least one copy, oldest first."""
         self._surplus: tuple[dict[EngineHash, int], ...] = tuple({} for _ in TIERS)
@@ -71,6 +81,7 @@ class HeldTables:
         self._ghost_of: dict[BlockKey, Ghost] = {}
         self._cut: set[BlockKey] = set()
         """Held, and not reachable."""
+        self._plain_lookups = [(TIERS[0], self._lookup(0))]
 
     def clear(self) -> None:
         """Drop everything, unreported changes too."""
@@ -89,6 +100,30 @@ class HeldTables:
         """Entries of all internal tables; 0 when nothing is held."""
         tables: tuple[Any, ...] = (*self._held, *self._surplus, *self._twins)
         return sum(map(len, (*tables, self._ghosts, self._ghost_of, self._cut)))
+
+    # Looking: `core.index.SharedBlocks`.
+
+    @property
+    def reachable_entries(self) -> int:
+        return self.reachable_blocks + self._further_entries
+
+    def lookups(self) -> Sequence[tuple[Tier, Holds]]:
+        gpu, cpu, storage = self._held
+        if not (cpu or storage or self._cut or self._twins[0]):
+            return self._plain_lookups if gpu else ()
+        return [(TIERS[tier], self._lookup(tier)) for tier, held in enumerate(self._held) if held]
+
+    def _lookup(self, tier: int) -> Holds:
+        nodes, held, twins, cut = self._nodes, self._held[tier], self._twins[tier], self._cut
+
+        def is_plain(key: BlockKey) -> bool:
+            node = nodes.get(key)
+            return node is not None and held.get(node.engine_hash) is node
+
+        def is_reachable(key: BlockKey) -> bool:
+            return (key in twins or is_plain(key)) and key not in cut
+
+        return is_reachable if twins or cut else is_plain
 
     # Looking.
 

@@ -14,9 +14,12 @@ Rules:
 5. Updates of one rank carry its epoch. A newer epoch makes everything of an older one stop
    counting at once; an older one is refused.
 6. A lookup never raises for a rank it doesn't know: the rank is absent from the answer.
+7. An index in the writer's own process may read full groups where the writer keeps them
+   (`BlocksShared`), instead of having a copy. Nothing awaits while an update is worked out and
+   applied, so no lookup sees part of it; and a life that has ended isn't asked any more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -77,7 +80,37 @@ class AllDropped(msgspec.Struct, frozen=True, gc=False):
     """Nothing is held any more, in any group or tier. The epoch goes on."""
 
 
-Change = GroupSpec | BlocksHeld | BlocksDropped | AllDropped
+Holds = Callable[[BlockKey], bool]
+"""Whether a block is held."""
+
+
+class SharedBlocks(Protocol):
+    """What one full group holds, as its writer keeps it."""
+
+    @property
+    def reachable_entries(self) -> int:
+        """Reachable blocks, each counted on every tier."""
+        ...
+
+    def lookups(self) -> Sequence[tuple[Tier, Holds]]:
+        """Tiers that hold any, fastest first: does a reachable block lie there.
+
+        Good until the writer goes on.
+        """
+        ...
+
+
+class BlocksShared(msgspec.Struct, frozen=True, gc=False):
+    """What this full group holds is read there from now on.
+
+    No more keys are told of it, but those dropped: that is news for others.
+    """
+
+    group: int
+    blocks: SharedBlocks
+
+
+Change = GroupSpec | BlocksShared | BlocksHeld | BlocksDropped | AllDropped
 
 
 class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -188,7 +221,11 @@ class PrefixLookup(Protocol):
 
 
 class BlockIndex(PrefixLookup, Protocol):
-    """Every implementation passes tests/conformance/test_block_index.py."""
+    """Every implementation passes tests/conformance/test_block_index.py.
+
+    One that lives in the writer's process and can read its tables says so by an attribute
+    `reads_tables` that is true: others are never told of `BlocksShared`.
+    """
 
     async def apply(self, update: RankUpdate) -> None:
         """Apply one batch. Raises StaleEpochError if a newer epoch of the rank is known."""

@@ -1,7 +1,8 @@
 """Keys gained and lost per tier while one batch is applied, net.
 
 A key that came and went again within the batch is not reported at all, so the index is told of
-each key at most once and the order of gains and losses doesn't matter.
+each key at most once and the order of gains and losses doesn't matter. Where the index reads the
+tables themselves, gains are not reported, and all losses are.
 """
 
 from collections.abc import Collection
@@ -14,9 +15,10 @@ from indexer.core.types import BlockKey
 class NetChanges:
     """Gains and losses of one group since the last `take`."""
 
-    __slots__ = ("gained", "lost")
+    __slots__ = ("_keeps_gains", "gained", "lost")
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_gains: bool = True) -> None:
+        self._keeps_gains = keeps_gains
         self.gained: tuple[set[BlockKey], ...] = tuple(set() for _ in TIERS)
         """By tier. No key is in both: whoever writes here directly sees to that."""
         self.lost: tuple[set[BlockKey], ...] = tuple(set() for _ in TIERS)
@@ -25,7 +27,7 @@ class NetChanges:
         lost = self.lost[tier]
         if key in lost:
             lost.discard(key)
-        else:
+        elif self._keeps_gains:
             self.gained[tier].add(key)
 
     def gain_all(self, keys: Collection[BlockKey], tier: int) -> None:
@@ -33,7 +35,7 @@ class NetChanges:
         if self.lost[tier]:
             for key in keys:
                 self.gain(key, tier)
-        else:
+        elif self._keeps_gains:
             self.gained[tier].update(keys)
 
     def lose(self, key: BlockKey, tier: int) -> None:
@@ -50,6 +52,8 @@ class NetChanges:
             if keys:
                 changes.append(BlocksDropped(group, tier, list(keys)))
                 keys.clear()
+        if not self._keeps_gains:
+            return changes
         for tier, keys in zip(TIERS, self.gained, strict=True):
             if keys:
                 changes.append(BlocksHeld(group, tier, list(keys)))

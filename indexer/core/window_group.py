@@ -39,6 +39,7 @@ class WindowGroup:
         "_touched",
         "block_size",
         "changes",
+        "shared",
         "spec",
     )
 
@@ -46,6 +47,8 @@ class WindowGroup:
         self.spec = spec
         self.block_size = spec.block_size
         self.changes = NetChanges()
+        self.shared: None = None
+        """The index has these blocks in sets of its own."""
         self._model = model
         self._counts = counts
         self._copies: tuple[dict[EngineHash, int], ...] = tuple({} for _ in TIERS)

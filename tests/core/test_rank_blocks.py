@@ -16,6 +16,7 @@ from indexer.core.index import (
     AllDropped,
     BlocksDropped,
     BlocksHeld,
+    BlocksShared,
     GroupKind,
     GroupSpec,
     RankUpdate,
@@ -46,7 +47,7 @@ class Rank:
                 self.shown = {entry for entry in self.shown if entry[0] != change.group}
             elif isinstance(change, AllDropped):
                 self.shown = set()
-            else:
+            elif not isinstance(change, BlocksShared):
                 entries = {(change.group, change.tier, key) for key in change.keys}
                 assert change.keys
                 if isinstance(change, BlocksHeld):

@@ -53,7 +53,7 @@ class Rank:
                 self.held -= {(change.tier, key) for key in change.keys}
             elif isinstance(change, AllDropped):
                 self.held = set()
-            else:
+            elif isinstance(change, GroupSpec):
                 self.specs.append(change)
         for each in update.rows:
             self.rows.update({row.engine_hash: row for row in each.rows()})

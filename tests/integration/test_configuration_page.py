@@ -77,7 +77,12 @@ def keys_of(settings: msgspec.Struct, prefix: str = "") -> list[str]:
     found = []
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
-        if name in {"redis", "registration", "lmcache_notices", "discovery"}:  # not there unless asked for
+        if name in {
+            "redis",
+            "registration",
+            "lmcache_notices",
+            "discovery",
+        }:  # not there unless asked for
             found += [key.name for each in sections() if each.name == name for key in each.keys]
         elif isinstance(value, msgspec.Struct):
             found += keys_of(value, f"{prefix}{name}.")
