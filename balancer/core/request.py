@@ -63,4 +63,7 @@ class PromptView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def prompt_tokens(self) -> int | None:
-        return sum(prompt.tokens for prompt in self.prompts) if self.prompts else None
+        prompts = self.prompts
+        if len(prompts) == 1:
+            return prompts[0].tokens
+        return sum(prompt.tokens for prompt in prompts) if prompts else None

@@ -40,10 +40,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def facts(
         self, pool: Pool, *, prefill_failed: bool, prefill_full: bool, rates_known: bool
     ) -> SplitFacts:
-        scored = bool(self.prompt.prompts)
-        if not pool.has_decode:
-            # Nobody asks for more: a mixed instance does everything itself.
-            return SplitFacts(prompt_tokens=self.shape.prompt_tokens, scored=scored)
+        """Of a fleet with decode instances; elsewhere nobody asks."""
         block_sizes = [
             self.matches.block_size(rank)
             for instance in (*pool.prefill, *pool.answering)
@@ -51,7 +48,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         ]
         return SplitFacts(
             prompt_tokens=self.shape.prompt_tokens,
-            scored=scored,
+            scored=bool(self.prompt.prompts),
             splittable=is_splittable(self.request.body, len(self.prompt.prompts)),
             block_size=max(block_sizes),
             prefill_failed=prefill_failed,
@@ -114,6 +111,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             uncached_tokens=uncached_tokens(self.shape, candidate),
             work_s=choice.terms.get("work", 0.0),
             keys=self.matches.keys(candidate.rank),
+            chain_ends=self.matches.chain_ends(candidate.rank),
             streamed=kind == "prefill" or self.request.stream,
             believed_s=settings.confirm_s if is_confirmed else settings.approximate_ttl_s,
             believed_tokens=_believed_tokens(candidate) if is_confirmed else 0,

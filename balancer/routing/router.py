@@ -136,6 +136,7 @@ class Router:
         self._ledger = ledger
         self._policy = policy
         self._settings = settings
+        self._tier_weights = settings.tier_weights()
         self._pd = pd or PdSettings()
         self._connectors = connectors or {}
         self._planner = Planner(policy=policy, pd=self._pd, transfer=ledger.transfer)
@@ -173,6 +174,7 @@ class Router:
     def set_settings(self, settings: RoutingSettings, pd: PdSettings, policy: Policy) -> None:
         """Decide by these from the next request on."""
         self._settings = settings
+        self._tier_weights = settings.tier_weights()
         self._pd = pd
         self._policy = policy
         self._planner = Planner(policy=policy, pd=pd, transfer=self._ledger.transfer)
@@ -257,7 +259,7 @@ class Router:
             by_rank=by_rank,
             block_sizes=self._ranks.block_sizes,
             trusts=self._ranks.trusts,
-            tier_weights=self._settings.tier_weights(),
+            tier_weights=self._tier_weights,
         )
         return Question(
             request=request,
@@ -278,18 +280,22 @@ class Router:
         prefill_failed: bool,
     ) -> RoutePlan:
         pool = find_pool(fleet, question.request.model)
-        source = self._source(question)
+        source, draw = self._source(question), self._draw(question)
         answering = self._vetting.usable(pool.answering, exclude)
-        prefilling = self._vetting.usable(pool.prefill, exclude)
+        prefilling = self._vetting.usable(pool.prefill, exclude) if pool.prefill else ()
         decode = source.load_answering(answering, exclude)
-        prefill, some_full = source.load(prefilling, exclude)
-        facts = question.facts(
-            pool,
-            prefill_failed=prefill_failed,
-            prefill_full=some_full and not prefill,
-            rates_known=self._ledger.knows_rates,
-        )
-        plan = self._planner.plan(question.shape, facts, decode, prefill, self._draw(question))
+        if pool.has_decode:
+            prefill, some_full = source.load(prefilling, exclude)
+            facts = question.facts(
+                pool,
+                prefill_failed=prefill_failed,
+                prefill_full=some_full and not prefill,
+                rates_known=self._ledger.knows_rates,
+            )
+            plan = self._planner.plan(question.shape, facts, decode, prefill, draw)
+        else:
+            scored = bool(question.prompt.prompts)
+            plan = self._planner.plan_whole(question.shape, decode, draw, scored=scored)
         if len(answering) + len(prefilling) == len(pool.answering) + len(pool.prefill):
             return plan
         reasons = {
@@ -309,11 +315,21 @@ class Router:
         )
 
     def _draw(self, question: Question) -> TieBreak:
-        """Siblings draw alike, also in processes that haven't heard of each other's yet."""
-        begin = first_block(question.matches)
-        if begin is None:
-            return seeded_draw(int(self._random() * 2**53))
-        return seeded_draw(int(begin))
+        """Siblings draw alike, also in processes that haven't heard of each other's yet.
+
+        Few decisions come to a draw: what it depends on is looked up by the first one.
+        """
+        drawn: TieBreak | None = None
+
+        def draw(rank: RankId) -> float:
+            nonlocal drawn
+            if drawn is None:
+                begin = first_block(question.matches)
+                seed = int(self._random() * 2**53) if begin is None else int(begin)
+                drawn = seeded_draw(seed)
+            return drawn(rank)
+
+        return draw
 
     async def _match(
         self, prompts: tuple[Prompt, ...]
@@ -326,7 +342,11 @@ class Router:
         answers: tuple[Mapping[RankId, PrefixMatch], ...] = ()
         outcome = "ok"
         try:
-            answers = await self._match_in_time(prompts)
+            if self._never_waits and len(prompts) == 1:
+                answers = (await self._index.match(prompts[0]),)
+            else:
+                async with asyncio.timeout(self._settings.lookup_timeout_s):
+                    answers = await self._match_each(prompts)
             self.lookup_problem = None
         except TimeoutError:
             outcome = "timeout"
@@ -336,14 +356,6 @@ class Router:
             self.note_failure(error)
         self._count_lookup(outcome, self._clock() - started_s)
         return answers, outcome
-
-    async def _match_in_time(
-        self, prompts: tuple[Prompt, ...]
-    ) -> tuple[Mapping[RankId, PrefixMatch], ...]:
-        if self._never_waits and len(prompts) == 1:
-            return (await self._index.match(prompts[0]),)
-        async with asyncio.timeout(self._settings.lookup_timeout_s):
-            return await self._match_each(prompts)
 
     async def _match_each(
         self, prompts: tuple[Prompt, ...]

@@ -38,12 +38,16 @@ class Namespace:
 
 def root_key(namespace: Namespace) -> BlockKey:
     """Key that stands before block 0 of every prompt in `namespace`."""
-    parts = (namespace.model, namespace.lora, namespace.cache_salt)
-    # Length-prefixed, None marked, so that no two namespaces spell the same bytes.
-    encoded = b"".join(
-        b"-" if part is None else b"%d:%s" % (len(part.encode()), part.encode()) for part in parts
-    )
-    return BlockKey(xxh3_64_intdigest(encoded))
+    model, lora, salt = namespace.model, namespace.lora, namespace.cache_salt
+    return BlockKey(xxh3_64_intdigest(_named(model) + _named(lora) + _named(salt)))
+
+
+def _named(part: str | None) -> bytes:
+    """Length-prefixed, None marked, so that no two namespaces spell the same bytes."""
+    if part is None:
+        return b"-"
+    encoded = part.encode()
+    return b"%d:%b" % (len(encoded), encoded)
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:

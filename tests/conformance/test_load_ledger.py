@@ -1,9 +1,10 @@
 """What every `LoadLedger` must do, whatever it is made of."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from balancer.core.load.ledger import LegGuard, LegWork, LoadLedger, RankLoad, TransferRates
 from balancer.core.load.local_ledger import LocalLedger
@@ -207,6 +208,21 @@ def test_a_failed_leg_takes_back_what_no_other_predicts(ledger: LoadLedger) -> N
         fail()
 
     assert ledger.predicted_blocks(FIRST, KEYS, 0) == 4
+
+
+def test_each_of_several_prompts_is_predicted_and_in_use(ledger: LoadLedger) -> None:
+    """Their keys come in one sequence, and each prompt begins at the root."""
+    others = [BlockKey(1000 + number) for number in range(3)]
+    several = replace(work(), keys=[*KEYS[:4], *others], chain_ends=(4, 7))
+    guard = ledger.hold(several)
+    predicted = [ledger.predicted_blocks(FIRST, keys, 0) for keys in (KEYS, others)]
+    in_use = [ledger.active_blocks(FIRST, keys) for keys in (KEYS, others)]
+    blocks = ledger.load(FIRST).active_blocks
+    guard.__exit__(RuntimeError, RuntimeError(), None)
+
+    assert (predicted, in_use, blocks) == ([4, 3], [4, 3], 7)
+    assert ledger.predicted_blocks(FIRST, others, 0) == 0
+    assert ledger.load(FIRST).active_blocks == 0
 
 
 def test_forgetting_voids_predictions_and_keeps_legs(ledger: LoadLedger) -> None:

@@ -1,10 +1,11 @@
 """The in-memory ledger: figures over time. What every ledger must do is in conformance."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from balancer.core.load.ledger import LegWork, RankLoad, RankRates
 from balancer.core.load.local_ledger import LocalLedger
@@ -243,7 +244,7 @@ def test_predictions_equal_a_naive_count(chains: list[tuple[int, int, bool]], st
     live: list[list[BlockKey]] = []
     for family, length, is_withdrawn in chains:
         keys = [BlockKey(family * 100 + number) for number in range(length)]
-        prediction = predictions.add(keys)
+        prediction = predictions.add([keys])
         if is_withdrawn:
             predictions.withdraw(prediction)
             predictions.withdraw(prediction)

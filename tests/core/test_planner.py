@@ -1,5 +1,6 @@
 """Plans: decode first, then whether and where to prefill."""
 
+import typing
 from collections.abc import Sequence
 from random import Random
 
@@ -350,3 +351,37 @@ def test_permuting_candidates_does_not_change_the_plan(
     if made.prefill:
         assert made.decode.candidate.instance.role is Role.DECODE
         assert made.prefill.candidate.instance.role is Role.PREFILL
+
+
+@given(
+    mixed=st.lists(
+        st.tuples(st.sampled_from([0, 1600, 3900]), st.integers(0, 2), st.sampled_from([0, 700])),
+        min_size=1,
+        max_size=6,
+    ),
+    prefill=sources,
+    policy=st.sampled_from(typing.get_args(PolicyName)),
+    scored=st.booleans(),
+)
+def test_without_decode_instances_the_short_way_makes_the_same_plan(
+    mixed: list[tuple[int, int, int]],
+    prefill: list[tuple[int, int]],
+    policy: PolicyName,
+    scored: bool,
+) -> None:
+    """Whatever prefill instances there are beside the mixed ones: nobody asks them."""
+    answering = [
+        loaded(f"m{number}", Role.MIXED, held_tokens=held, requests=requests, queued_tokens=queued)
+        for number, (held, requests, queued) in enumerate(mixed)
+    ]
+    filling = [
+        loaded(f"p{number}", Role.PREFILL, held_tokens=held, requests=requests)
+        for number, (held, requests) in enumerate(prefill)
+    ]
+    facts = SplitFacts(prompt_tokens=4000, scored=scored, rates_known=True)
+    long = plan(answering, filling, facts=facts, policy=policy)
+    planner = Planner(policy=named_policy(policy), pd=PdSettings())
+
+    short = planner.plan_whole(RequestShape(prompt_tokens=4000), answering, DRAW, scored=scored)
+
+    assert short == long

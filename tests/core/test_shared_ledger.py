@@ -1,11 +1,12 @@
 """Several processes' legs in each one's ledger: gaps, leases, repeated prompts, what can't be read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from balancer.core.load import shared_ledger
 from balancer.core.load.ledger import LegGuard, LegWork
@@ -491,6 +492,10 @@ legs = st.builds(
     believed_tokens=st.integers(0, 2**31),
     remembered_s=st.floats(0, 1e6),
     block_size=st.integers(0, 1024),
+).flatmap(
+    lambda work: st.lists(st.integers(0, len(work.keys)), max_size=3).map(
+        lambda ends: replace(work, chain_ends=tuple(sorted(ends)))
+    )
 )
 
 
@@ -514,6 +519,29 @@ def test_of_a_giant_prompt_the_beginning_is_told(two: tuple[Process, Process]) -
 
     assert here.ledger.predicted_blocks(FIRST, keys, 0) == MAX_BLOCKS
     assert there.ledger.predicted_blocks(FIRST, keys, 0) == MAX_BLOCKS + 1
+
+
+def test_of_several_giant_prompts_the_first_blocks_are_told(two: tuple[Process, Process]) -> None:
+    """Prompt by prompt, until there are so many."""
+    here, there = two
+    keys = [BlockKey(number) for number in range(MAX_BLOCKS + 10)]
+    work = replace(WORK, keys=keys, chain_ends=(MAX_BLOCKS - 1, MAX_BLOCKS + 10))
+    there.ledger.hold(work)
+    settle(here, there)
+
+    assert here.ledger.predicted_blocks(FIRST, keys, 0) == MAX_BLOCKS - 1
+    assert here.ledger.predicted_blocks(FIRST, keys[MAX_BLOCKS - 1 :], 0) == 1
+
+
+@pytest.mark.parametrize(
+    "ends", [pytest.param((3, 2), id="backwards"), pytest.param((2, 9), id="past-the-last")]
+)
+def test_prompts_that_overlap_are_refused(ends: tuple[int, ...]) -> None:
+    """Whoever sends them could have one key counted over and over."""
+    told = booked(1, 2.0, replace(WORK, chain_ends=ends))
+
+    with pytest.raises(PeerMessageError):
+        booked_work(told)
 
 
 def test_keys_cut_short_are_refused() -> None:

@@ -9,7 +9,7 @@ Rules:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -69,6 +69,11 @@ class Instance:
     unhealthy_reason: str | None = None
     hold: str | None = None
     """Why it is kept from new requests whatever its health: drained, asleep, silent, leaving."""
+    own_ranks: tuple[RankId, ...] = field(init=False, repr=False, compare=False)
+    """Its ranks by their ids, made once: every request looks at them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own_ranks", tuple(RankId(self.id, rank) for rank in self.ranks))
 
     @property
     def is_available(self) -> bool:
@@ -77,7 +82,7 @@ class Instance:
         return self.healthy and is_wanted and self.models is not None
 
     def rank_ids(self) -> Iterator[RankId]:
-        return (RankId(self.id, rank) for rank in self.ranks)
+        return iter(self.own_ranks)
 
     def rank_header(self, rank: int) -> str | None:
         """Value of `X-data-parallel-rank` that pins `rank`; None where there is only one."""

@@ -66,7 +66,3 @@ class ApproximateBlocks:
             else:
                 high = middle
         return low - start
-
-    def clear(self) -> None:
-        """Nothing is guessed any more."""
-        self._used_s.clear()

@@ -10,7 +10,7 @@ Rules:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -76,8 +76,7 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rates: RankRates = RankRates()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegWork:
+class LegWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a leg will cost its rank, booked when it is decided."""
 
     rank: RankId
@@ -89,7 +88,10 @@ class LegWork:
     work_s: float
     """Expected prefill seconds on this rank; 0 for a `decode` leg."""
     keys: Sequence[BlockKey] = ()
-    """Block keys the rank will hold once the prompt is computed."""
+    """Block keys the rank will hold once the prompt is computed; of several prompts, one after the
+    other."""
+    chain_ends: tuple[int, ...] = ()
+    """Of several prompts: where the keys of each end."""
     streamed: bool = True
     """The first token can be seen (a stream, or a prefill leg). Only then rates are learned."""
     believed_s: float = 30.0
@@ -102,6 +104,13 @@ class LegWork:
     held. 0: events tell."""
     block_size: int = 0
     """Tokens per key; 0: `keys` are of several prompts."""
+
+    @property
+    def chains(self) -> Sequence[Sequence[BlockKey]]:
+        """`keys`, prompt by prompt."""
+        if not self.chain_ends:
+            return (self.keys,)
+        return [self.keys[start:end] for start, end in pairwise((0, *self.chain_ends))]
 
 
 class LegGuard(Protocol):

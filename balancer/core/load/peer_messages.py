@@ -18,6 +18,7 @@ Cost: 8 bytes per block of a booked leg, some 100 bytes beside.
 import sys
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 import msgspec
@@ -52,7 +53,8 @@ class Booked(msgspec.Struct, frozen=True, array_like=True, tag="b", gc=False):
     keys: bytes
     """Eight bytes each, little-endian."""
     believed_tokens: int = 0
-    """Last, and with a default: releases before it don't tell it."""
+    chain_ends: tuple[int, ...] = ()
+    """Both last, and with a default: releases before them don't tell them."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="f", gc=False):
@@ -173,18 +175,23 @@ def booked(number: int, at_s: float, work: LegWork) -> Booked:
         work.block_size,
         pack_keys(work.keys[:MAX_BLOCKS]),
         work.believed_tokens,
+        tuple(min(each, MAX_BLOCKS) for each in work.chain_ends),
     )
 
 
 def booked_work(told: Booked) -> LegWork:
     """What was booked. Raises PeerMessageError."""
+    keys = unpack_keys(told.keys)
+    if any(start > end for start, end in pairwise((0, *told.chain_ends, len(keys)))):
+        raise PeerMessageError("prompts that overlap")
     return LegWork(
         rank=RankId(InstanceId(told.instance), told.rank),
         kind=told.kind,
         prompt_tokens=told.prompt_tokens,
         uncached_tokens=told.uncached_tokens,
         work_s=told.work_s,
-        keys=unpack_keys(told.keys),
+        keys=keys,
+        chain_ends=told.chain_ends,
         streamed=told.streamed,
         believed_s=told.believed_s,
         believed_tokens=told.believed_tokens,

@@ -20,8 +20,10 @@ Cost: that of a leg of our own, for each leg of every peer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, assert_never
+
+from msgspec.structs import replace
 
 from balancer.core.load.ledger import LegGuard, LegWork, LoadLedger
 from balancer.core.load.peer_messages import (

@@ -6,29 +6,29 @@ Rules:
    withdrawn because the leg failed. A block stays while any prediction covers it.
    It expires with time, or once so many tokens were sent after it that the rank may have evicted
    it: events that confirmed it may have been followed by events that took it back.
-2. Keys are chained, and every prediction covers its prompts from the root on. So what is predicted
-   is prefix-closed, and the end of a run is found by binary search.
+2. Every prediction covers its prompts from the root on. So what is predicted is prefix-closed, and
+   found as `core.load.chain_tree` finds it.
 3. Bounded: past `max_blocks` the oldest predictions go first, whole, whatever their state.
 
-Cost: `core.load.key_counts` per block and prediction, in and out; a lookup is log2(blocks) of them.
+Cost: that of the tree, in, out and looked up: not one of blocks.
 """
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from balancer.core.load.key_counts import KeyCounts
+import msgspec
+
+from balancer.core.load.chain_tree import ChainTree, Stretch
 from indexer.core.types import BlockKey
 
 
-class Prediction:
-    """The keys one leg will leave on its rank."""
+class Prediction(msgspec.Struct, eq=False):
+    """The chains one leg will leave on its rank."""
 
-    __slots__ = ("keys", "number")
-
-    def __init__(self, keys: Sequence[BlockKey], number: int) -> None:
-        self.keys = keys
-        self.number = number
+    ends: Sequence[Stretch]
+    blocks: int
+    number: int
 
 
 class RankPredictions:
@@ -47,7 +47,7 @@ class RankPredictions:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._covered = KeyCounts()
+        self._covered = ChainTree()
         self._live: dict[int, Prediction] = {}
         self._expiries: list[tuple[float, int]] = []
         self._pushed_out: list[tuple[int, int]] = []
@@ -57,12 +57,16 @@ class RankPredictions:
         self.blocks = 0
         """Blocks over all predictions; one that two predictions share counts twice."""
 
-    def add(self, keys: Sequence[BlockKey]) -> Prediction:
-        """Count `keys` as held until `expire` or `withdraw`."""
-        prediction = Prediction(keys[: self._max_blocks], next(self._numbers))
+    def add(self, chains: Sequence[Sequence[BlockKey]]) -> Prediction:
+        """Count these, of a prompt each, as held until `expire` or `withdraw`."""
+        ends, room = [], self._max_blocks
+        for keys in chains:
+            kept = keys if len(keys) <= room else keys[:room]
+            ends.append(self._covered.add(kept))
+            room -= len(kept)
+        prediction = Prediction(ends, self._max_blocks - room, next(self._numbers))
         self._live[prediction.number] = prediction
-        self._covered.add(prediction.keys)
-        self.blocks += len(prediction.keys)
+        self.blocks += prediction.blocks
         while self.blocks > self._max_blocks:
             self.withdraw(next(iter(self._live.values())))
         return prediction
@@ -81,8 +85,9 @@ class RankPredictions:
         """Stop counting it now. Doing so twice changes nothing."""
         if self._live.pop(prediction.number, None) is None:
             return
-        self.blocks -= len(prediction.keys)
-        self._covered.drop(prediction.keys)
+        self.blocks -= prediction.blocks
+        for end in prediction.ends:
+            self._covered.drop(end)
 
     def purge(self, now_s: float) -> None:
         """Drop what has expired."""
@@ -91,26 +96,9 @@ class RankPredictions:
         while self._pushed_out and self._pushed_out[0][0] <= self._sent_tokens:
             self._drop(heappop(self._pushed_out)[1])
 
-    def _drop(self, number: int) -> None:
-        prediction = self._live.get(number)
-        if prediction:
-            self.withdraw(prediction)
-
     def run_blocks(self, keys: Sequence[BlockKey], start: int) -> int:
         """How many of `keys` from `start` on are predicted without a gap."""
-        covered = self._covered.held
-        if start >= len(keys) or keys[start] not in covered:
-            return 0
-        if keys[-1] in covered:  # a sibling or the same prompt again: the usual case
-            return len(keys) - start
-        low, high = start + 1, len(keys) - 1
-        while low < high:  # by hand: `bisect` with a key took twice as long
-            middle = (low + high) // 2
-            if keys[middle] in covered:
-                low = middle + 1
-            else:
-                high = middle
-        return low - start
+        return max(0, self._covered.run_blocks(keys) - start)
 
     def clear(self) -> None:
         """Nothing is predicted any more."""
@@ -119,3 +107,8 @@ class RankPredictions:
         self._expiries.clear()
         self._pushed_out.clear()
         self.blocks = 0
+
+    def _drop(self, number: int) -> None:
+        prediction = self._live.get(number)
+        if prediction:
+            self.withdraw(prediction)

@@ -15,8 +15,9 @@ Cost: per rank one load and a binary search of predicted blocks.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
@@ -65,6 +66,13 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             return self.prompts[0].keys(size)
         return [key for prompt in self.prompts for key in prompt.keys(size)]
 
+    def chain_ends(self, rank: RankId) -> tuple[int, ...]:
+        """Where each prompt's keys end among `keys`; nothing if there is only one."""
+        if len(self.prompts) <= 1:
+            return ()
+        size = self.block_size(rank)
+        return tuple(accumulate(len(prompt.keys(size)) for prompt in self.prompts))
+
     def candidate(self, rank: RankId, instance: Instance, ledger: LoadLedger) -> Candidate:
         """`rank` with what it holds of the prompts."""
         overlap_tokens = predicted_tokens = 0
@@ -72,16 +80,23 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         # A rank that an answer leaves out has no events; a missing answer says nothing of it.
         silent = Trust.LOAD_ONLY
         trust = silent if self.by_rank else self.trusts.get(rank, silent)
-        size = self.block_size(rank)
+        known_size = self.block_sizes.get(rank)
+        size = known_size or self.block_size(rank)
         for number, prompt in enumerate(self.prompts):
             match = self.by_rank[number].get(rank) if self.by_rank else None
             held_tokens = 0
-            if match is not None and match.trust is not Trust.LOAD_ONLY:
-                trust, held_tokens = match.trust, match.tokens
-                more = match.tokens_by_tier
+            if match is not None and match.trust is not silent:
+                trust, more = match.trust, match.tokens_by_tier
+                held_tokens = sum(more.values())
                 by_tier = Counter(by_tier) + Counter(more) if by_tier else more
             overlap_tokens += held_tokens
-            predicted_tokens += _with_predicted(prompt, rank, size, held_tokens, ledger)
+            held_blocks = held_tokens // size
+            coming_blocks = ledger.predicted_blocks(rank, prompt.keys(size), held_blocks)
+            if coming_blocks:
+                limit_blocks = prompt.hit_limit_blocks(size)
+                coming_tokens = min(held_blocks + coming_blocks, limit_blocks) * size
+                held_tokens = max(held_tokens, coming_tokens)
+            predicted_tokens += held_tokens
         if trust is silent and ledger.has_guesses(rank):
             trust = Trust.APPROXIMATE
         return Candidate(
@@ -90,24 +105,14 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             overlap_tokens=overlap_tokens,
             predicted_tokens=predicted_tokens,
             tokens_by_tier=by_tier,
-            loading_tokens=self._loading_tokens(by_tier),
+            loading_tokens=self._loading_tokens(by_tier) if by_tier else 0.0,
             trust=trust,
-            block_size=self.block_sizes.get(rank),
+            block_size=known_size,
         )
 
     def _loading_tokens(self, by_tier: Mapping[Tier, int]) -> float:
         weights = self.tier_weights
-        return sum((1 - weights.get(tier, 1.0)) * tokens for tier, tokens in by_tier.items())
-
-
-def _with_predicted(
-    prompt: Prompt, rank: RankId, size: int, held_tokens: int, ledger: LoadLedger
-) -> int:
-    held_blocks = held_tokens // size
-    more_blocks = ledger.predicted_blocks(rank, prompt.keys(size), held_blocks)
-    if not more_blocks:
-        return held_tokens
-    return max(held_tokens, min(held_blocks + more_blocks, prompt.hit_limit_blocks(size)) * size)
+        return sum([(1 - weights.get(tier, 1.0)) * tokens for tier, tokens in by_tier.items()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,16 +174,20 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         self, instances: Sequence[Instance], exclude: frozenset[RankId]
     ) -> tuple[list[LoadedCandidate], bool]:
         """Every rank of `instances` that isn't excluded and has room; True if one had none."""
+        ledger, matches, most = self.ledger, self.matches, self.max_requests_per_rank
         found: list[LoadedCandidate] = []
         some_full = False
-        for rank, instance in _ranks(instances, exclude):
-            load = self.ledger.load(rank)
-            if 0 < self.max_requests_per_rank <= load.requests:
-                some_full = True
-                continue
-            candidate = self.matches.candidate(rank, instance, self.ledger)
-            memory = self._memory(rank, instance, load)
-            found.append(LoadedCandidate(candidate=candidate, load=load, memory=memory))
+        for instance in instances:
+            for rank in instance.own_ranks:
+                if rank in exclude:
+                    continue
+                load = ledger.load(rank)
+                if 0 < most <= load.requests:
+                    some_full = True
+                    continue
+                candidate = matches.candidate(rank, instance, ledger)
+                memory = self._memory(rank, instance, load)
+                found.append(LoadedCandidate(candidate=candidate, load=load, memory=memory))
         return found, some_full
 
     def _memory(self, rank: RankId, instance: Instance, load: RankLoad) -> MemoryUse | None:
@@ -203,15 +212,6 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if not found:
             raise NoInstanceError("no other instance of this model is available")
         return found
-
-
-def _ranks(
-    instances: Sequence[Instance], exclude: frozenset[RankId]
-) -> Iterator[tuple[RankId, Instance]]:
-    for instance in instances:
-        for rank in instance.rank_ids():
-            if rank not in exclude:
-                yield rank, instance
 
 
 def request_shape(

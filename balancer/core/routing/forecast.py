@@ -24,6 +24,10 @@ from indexer.core.types import RankId, Trust
 
 UNKNOWN_BLOCK_TOKENS = 2048
 """A prompt of so many tokens has a whole block on any engine."""
+_TELLING = frozenset(
+    {"n", "best_of", "use_beam_search", "prompt_logprobs", "echo", "prompt_embeds"}
+)
+"""Fields by which an answer may say nothing; most requests have none of them."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -56,16 +60,23 @@ def incomparable_reason(
     request: GenerateRequest, prompt: PromptView, *, is_after_transfer: bool
 ) -> str | None:
     """Why the cached tokens of an answer would say nothing of the index; None if they do."""
-    body = request.body
-    reasons = {
-        "unscorable": not prompt.prompts,
-        "several_prompts": len(prompt.prompts) > 1,
-        "after_transfer": is_after_transfer,  # the engine counts what it was sent as cached
-        "several_answers": _has_several_answers(body),  # the last one's figure is told
-        "no_cache_read": _reads_no_cache(body),
-        "prompt_embeds": body.get("prompt_embeds") is not None,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    if not prompt.prompts:
+        return "unscorable"
+    if len(prompt.prompts) > 1:
+        return "several_prompts"
+    if is_after_transfer:
+        return "after_transfer"  # the engine counts what it was sent as cached
+    if request.body.keys().isdisjoint(_TELLING):
+        return None
+    return _reason_in(request.body)
+
+
+def _reason_in(body: Mapping[str, Any]) -> str | None:
+    if _has_several_answers(body):
+        return "several_answers"  # the last one's figure is told
+    if _reads_no_cache(body):
+        return "no_cache_read"
+    return None if body.get("prompt_embeds") is None else "prompt_embeds"
 
 
 def conclude(forecast: Forecast, leg: LegRecord) -> Finding:

@@ -8,7 +8,7 @@ Rules:
    predictions, and to notice that it restarted.
 4. The last block size outlives an epoch: it is the best guess until the rank stores again.
 
-Cost: a few dictionary operations per rank and lookup.
+Cost: a few dictionary operations per rank and lookup, and one look at all of them per snapshot of the fleet.
 """
 
 from collections.abc import Mapping, Set
@@ -28,6 +28,8 @@ class KnownRanks:
         """Ranks that the fleet doesn't have, summed over lookups."""
         self._epochs: dict[RankId, int] = {}
         self._missed: set[RankId] = set()
+        self._fleet: Set[RankId] = frozenset()
+        """As of the last answer."""
 
     def learn(self, fleet: Set[RankId], answer: Mapping[RankId, PrefixMatch]) -> list[RankId]:
         """Take in one answer of the index; return the ranks that restarted since the last one."""
@@ -43,15 +45,20 @@ class KnownRanks:
             self.trusts[rank] = match.trust
             if match.block_size is not None:
                 self.block_sizes[rank] = match.block_size
-        for rank in self._epochs.keys() - fleet:
-            del self._epochs[rank], self.trusts[rank]
-            self.block_sizes.pop(rank, None)
-        self._missed &= fleet
+        if fleet is not self._fleet:
+            self._keep_only(fleet)
         return restarted
 
     def miss(self, ranks: Set[RankId]) -> None:
         """The index answered without them."""
         self._missed |= ranks
+
+    def _keep_only(self, fleet: Set[RankId]) -> None:
+        self._fleet = fleet
+        for rank in self._epochs.keys() - fleet:
+            del self._epochs[rank], self.trusts[rank]
+            self.block_sizes.pop(rank, None)
+        self._missed &= fleet
 
     def facts(self) -> Mapping[RankId, Mapping[str, Any]]:
         """What to show of each rank where no indexer can be asked: JSON values."""

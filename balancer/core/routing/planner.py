@@ -84,6 +84,23 @@ class Planner:
             considered_prefill=() if is_local else tuple(self._sources_of(chosen, facts, sources)),
         )
 
+    def plan_whole(
+        self,
+        shape: RequestShape,
+        candidates: Sequence[LoadedCandidate],
+        draw: TieBreak,
+        *,
+        scored: bool,
+    ) -> RoutePlan:
+        """What `plan` comes to where every candidate is a mixed instance: who, and nothing else."""
+        considered = self.policy.choose(shape, candidates, draw)
+        return RoutePlan(
+            decode=considered[0],
+            reason=Reason.AGGREGATED,
+            prompt_tokens=shape.prompt_tokens if scored else None,
+            considered=tuple(considered),
+        )
+
     def replace_prefill(
         self,
         plan: RoutePlan,

@@ -13,7 +13,7 @@ Rules:
 Cost: one estimate and one sort key per candidate.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import Protocol, assert_never
 
@@ -44,7 +44,8 @@ class Policy(Protocol):
         ...
 
 
-SortKey = Callable[[LoadedCandidate, Choice], tuple[float, ...]]
+Keys = list[tuple[float, ...]]
+"""What to sort by, of each candidate."""
 
 
 class Turns:
@@ -68,24 +69,18 @@ class Turns:
         return self._turns.get(rank, 0), rank.rank - candidate.instance.rank_base
 
 
-def _ordered(
-    shape: RequestShape,
-    candidates: Sequence[LoadedCandidate],
-    draw: TieBreak,
-    turns: Turns,
-    key: SortKey,
-) -> list[Choice]:
-    choices = estimate_all(shape, candidates)
-    keys = [key(each, choice) for each, choice in zip(candidates, choices, strict=True)]
+def _ordered(choices: Sequence[Choice], keys: Keys, draw: TieBreak, turns: Turns) -> list[Choice]:
+    """By these keys; equals by turns, and who never had one by draw."""
     if len(set(keys)) < len(keys):
         keys = [
-            (*each, *turns.place(choice.candidate))
-            for each, choice in zip(keys, choices, strict=True)
+            (*key, *turns.place(choice.candidate))
+            for key, choice in zip(keys, choices, strict=True)
         ]
-    if len(set(keys)) < len(keys):
-        keys = [
-            (*each, draw(choice.candidate.rank)) for each, choice in zip(keys, choices, strict=True)
-        ]
+        if len(set(keys)) < len(keys):
+            keys = [
+                (*key, draw(choice.candidate.rank))
+                for key, choice in zip(keys, choices, strict=True)
+            ]
     return [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
 
 
@@ -98,7 +93,8 @@ class LeastCost:
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
-        return _ordered(shape, candidates, draw, self._turns, lambda _, choice: (choice.cost_s,))
+        choices = estimate_all(shape, candidates)
+        return _ordered(choices, [(each.cost_s,) for each in choices], draw, self._turns)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)
@@ -113,7 +109,8 @@ class RoundRobin:
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
-        return _ordered(shape, candidates, draw, self._turns, lambda *_: ())
+        choices = estimate_all(shape, candidates)
+        return _ordered(choices, [() for _ in choices], draw, self._turns)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)
@@ -128,7 +125,8 @@ class LeastLoaded:
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
-        return _ordered(shape, candidates, draw, self._turns, lambda each, _: _load_key(each))
+        choices = estimate_all(shape, candidates)
+        return _ordered(choices, [_load_key(each) for each in candidates], draw, self._turns)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)
@@ -143,13 +141,8 @@ class PrefixOverlap:
     def choose(
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
-        return _ordered(
-            shape,
-            candidates,
-            draw,
-            self._turns,
-            lambda each, _: (-_held_tokens(each), *_load_key(each)),
-        )
+        keys: Keys = [(-_held_tokens(each), *_load_key(each)) for each in candidates]
+        return _ordered(estimate_all(shape, candidates), keys, draw, self._turns)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)
@@ -171,13 +164,14 @@ class SessionAffinity:
         bound = ceil(LOAD_BOUND * (total + 1) / max(1, len(candidates)))
         session = shape.session
 
-        def key(each: LoadedCandidate, _: Choice) -> tuple[float, ...]:
+        def key(each: LoadedCandidate) -> tuple[float, ...]:
             if session is None:
                 return _load_key(each)
             is_full = each.load.requests >= bound
             return (is_full, -_affinity(session, each.candidate.rank))
 
-        return _ordered(shape, candidates, draw, self._turns, key)
+        choices = estimate_all(shape, candidates)
+        return _ordered(choices, [key(each) for each in candidates], draw, self._turns)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)

@@ -1,0 +1,135 @@
+"""Everything a ledger counts for one rank, and the legs it counts.
+
+Rules:
+
+1. Arrivals and work per second are exponential means over 20 s, corrected for a young rank. Recent
+   work is a sum that fades over ten minutes.
+2. A rank's load is told as one value: who looks at it later sees what was so then.
+
+Cost: a load is three exponentials and one struct; it is made for every candidate of every request.
+"""
+
+from heapq import heappop
+from math import exp
+
+import msgspec
+
+from balancer.core.load.approximate import ApproximateBlocks
+from balancer.core.load.chain_tree import ChainTree, Stretch
+from balancer.core.load.fading import FadingSum
+from balancer.core.load.ledger import LegWork, RankLoad, RankRates
+from balancer.core.load.predictions import Prediction, RankPredictions
+from indexer.core.types import RankId
+
+RATE_TAU_S = 20.0
+RECENT_TAU_S = 600.0
+MIN_AGE_S = 1.0
+"""A rank younger than this has seen too little for a rate."""
+
+
+class BookedLeg(msgspec.Struct, eq=False):
+    """One leg, as far as its book knows it."""
+
+    book: "RankBook"
+    work: LegWork
+    number: int
+    booked_s: float
+    used: list[Stretch]
+    """Where its prompts end among the blocks in use."""
+    first_s: float | None = None
+    handed_over_s: float | None = None
+    source: RankId | None = None
+    others: int = 0
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    prediction: Prediction | None = None
+    ended: bool = False
+
+
+class RankBook:
+    """Everything counted for one rank."""
+
+    __slots__ = (
+        "active",
+        "arrivals",
+        "counted_s",
+        "decoding",
+        "due",
+        "first_s_sum",
+        "guesses",
+        "last_first_s",
+        "predictions",
+        "queue",
+        "queued_tokens",
+        "recent",
+        "requests",
+        "since_s",
+        "work_s",
+    )
+
+    def __init__(self, now_s: float, max_predicted_blocks: int) -> None:
+        self.since_s = now_s
+        self.requests = 0
+        self.decoding = 0
+        self.queued_tokens = 0
+        self.queue: dict[int, BookedLeg] = {}
+        """Legs without a first token, oldest first; `decode` legs aren't among them."""
+        self.due: list[tuple[float, int]] = []
+        """When queued legs whose first token can't be seen are expected to be computed."""
+        self.last_first_s = now_s
+        self.counted_s = now_s
+        self.arrivals = 0.0
+        self.work_s = 0.0
+        """Both as they stood at `counted_s`."""
+        self.recent = FadingSum(RECENT_TAU_S, now_s)
+        self.predictions = RankPredictions(max_predicted_blocks)
+        self.guesses: ApproximateBlocks | None = None
+        """Of a rank without events, once a leg has left something there."""
+        self.active = ChainTree()
+        """Blocks that legs in flight use: KV memory that can't be evicted. One that several share
+        counts once."""
+        self.first_s_sum = 0.0
+        """Moments of the first tokens of legs that decode, added up."""
+
+    def count_arrival(self, now_s: float, work_s: float) -> None:
+        """One more leg, with so much prefill work."""
+        fade = exp((self.counted_s - now_s) / RATE_TAU_S)
+        self.arrivals = self.arrivals * fade + 1
+        self.work_s = self.work_s * fade + work_s
+        self.counted_s = now_s
+
+    def take_due(self, now_s: float) -> BookedLeg | None:
+        """The next leg that is expected to be computed by now, once."""
+        due = self.due
+        while due and due[0][0] <= now_s:
+            leg = self.queue.get(heappop(due)[1])
+            if leg is not None:
+                return leg
+        return None
+
+    def load(self, now_s: float, rates: RankRates) -> RankLoad:
+        """The rank's load now. Who is due is not looked after here."""
+        oldest_s, head_tokens, progress_s = None, 0, 0.0
+        if self.queue:
+            head = next(iter(self.queue.values()))
+            oldest_s, head_tokens = head.booked_s, head.work.uncached_tokens
+            progress_s = now_s - max(oldest_s, self.last_first_s)
+        # A young rank's sums stand for less time than tau.
+        age_s = max(MIN_AGE_S, now_s - self.since_s)
+        warm_s = RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))
+        per_s = exp((self.counted_s - now_s) / RATE_TAU_S) / warm_s
+        decoded_s = max(0.0, self.decoding * now_s - self.first_s_sum)
+        return RankLoad(
+            requests=self.requests,
+            queued_tokens=self.queued_tokens,
+            decoding=self.decoding,
+            oldest_queued_s=oldest_s,
+            head_tokens=head_tokens,
+            head_progress_s=progress_s,
+            arrivals_per_s=self.arrivals * per_s,
+            work_share=self.work_s * per_s,
+            recent_work_s=self.recent.at(now_s),
+            active_blocks=self.active.blocks,
+            output_tokens=decoded_s / (rates.step_s + rates.step_s_per_request * self.requests),
+            rates=rates,
+        )
