@@ -42,8 +42,7 @@ from balancer.routing.router import Router
 from balancer.sharing import Company, PeerReports, SharingCollector, open_ledger
 from balancer.siblings import Views
 from balancer.surroundings import TimeAndChance
-from balancer.tokens.pool import TokenPool
-from balancer.tokens.reader import PromptReader
+from balancer.tokens.stage import TokensStage
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import PrefixLookup
 from indexer.core.reports import ReportSink
@@ -128,14 +127,12 @@ class _Builder:
         registry.register(collector)
         self._decisions = DecisionLog(limit=DECISIONS_KEPT)
         self._encoded = EncodedItems(config.encode)
-        self._pool = TokenPool(
-            config.tokens.models,
-            workers=config.tokens.workers,
-            cache_bytes=config.tokens.cache_bytes,
+        self._tokens = TokensStage(
+            config.tokens,
+            self._engines,
+            registry=registry,
+            clock=surroundings.clock,
             strftime_now=surroundings.strftime_now,
-        )
-        self._reader = PromptReader(
-            settings=config.tokens, pool=self._pool, engine=self._engines, clock=surroundings.clock
         )
         self._policy = self._load_policy(config.routing.policy)
         self._reliability = Reliability(
@@ -197,7 +194,7 @@ class _Builder:
         )
         dataplane = DataPlane(
             fleet=self._keeper.snapshot,
-            reader=self._reader,
+            reader=self._tokens.reader,
             router=self._router,
             upstream=self._upstream,
             connectors=self._connectors,
@@ -225,7 +222,7 @@ class _Builder:
         surface = Surface(
             fleet=self._keeper.snapshot,
             router=self._router,
-            reader=self._reader,
+            reader=self._tokens.reader,
             ledger=self._ledger,
             views=views,
             encoded=self._encoded,
@@ -234,6 +231,7 @@ class _Builder:
             summary=lambda: self._config.summary(),  # noqa: PLW0108 - it may be replaced
             breaker=self._reliability.render,
             index_status=index_status or self._router.known_ranks.facts,
+            tokens=self._tokens.status,
             max_body_bytes=self._config.dataplane.max_body_bytes,
             conflicts=lambda: self._conflicts,
             version=importlib.metadata.version("kvlb"),
@@ -296,7 +294,7 @@ class _Builder:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._keep(app)),
-                    group.create_task(self._load()),
+                    group.create_task(self._tokens.run()),
                     group.create_task(self._control.run()),
                     group.create_task(self._reporting.run()),
                     group.create_task(
@@ -312,7 +310,7 @@ class _Builder:
                 for task in tasks:
                     task.cancel()
         finally:
-            self._pool.close()
+            self._tokens.close()
             self._control.close()
             await self._upstream.close()
             await self._engines.close()
@@ -330,13 +328,6 @@ class _Builder:
         except Exception as error:
             logger.critical("fleet_keeper_failed", error=repr(error), exc_info=error)
         app.break_down()
-
-    async def _load(self) -> None:
-        """Load tokenizers. What can't be loaded costs cache knowledge only."""
-        try:
-            await self._pool.load()
-        except Exception:
-            logger.exception("tokenizer_load_failed")
 
     def _inquiry(self, instance: Instance) -> Inquiry | None:
         connector = self._connectors.get(instance.connector)
@@ -364,6 +355,7 @@ class _Builder:
     def _on_record(self, record: RequestRecord) -> None:
         self._metrics.observe(record)
         self._decisions.add(record)
+        self._tokens.on_record(record)
 
     def _on_fleet(self, fleet: Fleet) -> None:
         """Forget what was counted or predicted for ranks that left or lost their process."""

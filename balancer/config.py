@@ -34,7 +34,7 @@ from balancer.core.settings.reliability import ReliabilitySettings
 from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.core.settings.tracing import TracingSettings
 from balancer.own_code import load_handler, load_policy
-from balancer.tokens.local import TokenizerLoadError, load_tokenizer
+from balancer.tokens.directory import TokenizerLoadError, load_tokenizer
 from indexer.core.addresses import without_loopback_names
 from indexer.core.limits import NonNegativeFloat, Port
 from indexer.core.types import InstanceId
@@ -149,7 +149,8 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Config:
         load_handler(getattr(config.handlers, name), f"handlers.{name}")
     for model, directory in config.tokens.models.items():
         try:
-            load_tokenizer(Path(directory), str)  # it costs a second, and finds what is broken
+            # It costs a second, and finds what is broken.
+            load_tokenizer(Path(directory), str, config.tokens.engine_flags.get(model))
         except TokenizerLoadError as error:
             raise ConfigError(f"`tokens.models.{model}`: {error}") from error
     return _with_secrets(config, environ)

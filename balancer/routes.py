@@ -69,6 +69,8 @@ class Surface:
     """Configuration without secrets."""
     breaker: Callable[[InstanceId], Mapping[str, Any]]
     index_status: Callable[[], RankFacts]
+    tokens: Callable[[], Mapping[str, Any]]
+    """By model where tokens come from, and how they compare with the engine's."""
     max_body_bytes: int
     """Of what `/explain` is asked."""
     conflicts: Callable[[], Sequence[str]]
@@ -181,6 +183,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "reasons": reasons,
                 "conflicts": surface.conflicts(),
                 "index_problem": surface.router.lookup_problem,
+                "tokens": surface.tokens(),
                 "instances": [
                     render_instance(
                         each, surface.ledger, facts, surface.router.trust, surface.breaker(each.id)

@@ -116,6 +116,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return None
 
     @property
+    def counted_otherwise(self) -> bool:
+        """An engine has counted other prompt tokens than were found for it."""
+        told = {leg.prompt_tokens for leg in self.legs} - {None}
+        return self.prompt_tokens is not None and bool(told - {self.prompt_tokens})
+
+    @property
     def cached_tokens(self) -> int | None:
         """What the cache really saved: the prefill leg's figure, else the decode leg's.
 

@@ -96,7 +96,7 @@ class _Examiner:
         self._context = context
         self._nonce = nonce
         self._patience = patience
-        self._tokenizers = OwnTokenizers(settings.tokens.models)
+        self._tokenizers = OwnTokenizers(settings.tokens)
 
     async def run(self, *, sends_requests: bool) -> Sequence[InstanceFacts]:
         entries = [each for each in self._settings.instances if each.enabled]

@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from balancer.core.prompt.shape import ChatShape, TextShape, UnscorableError, tokenize_bodies
-from balancer.tokens.local import LocalTokenizer, load_tokenizer
+from balancer.core.prompt.shape import ChatShape, TextShape, UnscorableError
+from balancer.core.prompt.tokenize_body import tokenize_bodies
+from balancer.core.settings.control import TokensSettings
+from balancer.tokens.directory import load_tokenizer
+from balancer.tokens.local import LocalTokenizer
 from kvlb.doctor.core.facts import Tokenized
 from kvlb.engine_http import EngineHttp
 
@@ -33,12 +36,12 @@ PROBE_TEXTS: Mapping[str, TextShape | ChatShape] = {
 class OwnTokenizers:
     """The tokenizers that a configuration names, loaded once."""
 
-    def __init__(self, directories: Mapping[str, str]) -> None:
+    def __init__(self, settings: TokensSettings) -> None:
         """Read every directory. Raises TokenizerLoadError."""
-        self._directories = directories
+        self._directories = settings.models
         self._loaded = {
-            model: load_tokenizer(Path(directory), _strftime_now)
-            for model, directory in directories.items()
+            model: load_tokenizer(Path(directory), _strftime_now, settings.engine_flags.get(model))
+            for model, directory in settings.models.items()
         }
 
     async def compare(self, engine: EngineHttp, model: str) -> Tokenized | None:

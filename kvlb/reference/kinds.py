@@ -92,6 +92,8 @@ def _simple(name: str, type_: inspect.Type) -> str:
         return "`true` or `false`"
     if isinstance(type_, inspect.StrType):
         return "text"
+    if isinstance(type_, inspect.StructType):
+        return "mapping"  # its keys are named in what the key means
     if isinstance(type_, inspect.CustomType) and type_.cls is Secret:
         return "secret"
     raise TypeError(f"`{name}`: no words for {type_}; add them here")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balancer.core.prompt.request_shape import shape_prompt
 from balancer.core.prompt.shape import (
     ChatShape,
     IdsShape,
@@ -17,9 +18,6 @@ from balancer.core.prompt.shape import (
     UnscorableError,
     check_text_length,
     shape_digest,
-    shape_prompt,
-    template_inputs,
-    tokenize_bodies,
     truncate_ids,
 )
 from balancer.core.request import Endpoint, GenerateRequest
@@ -160,19 +158,6 @@ def test_media_parts_lose_everything_but_their_kind() -> None:
     assert not shape(Endpoint.CHAT, {"messages": HI}).has_media  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("content_format", "shown"), [("openai", True), ("string", False)])
-def test_templates_that_see_parts_see_media(content_format: Any, shown: bool) -> None:
-    """By kind, as the engine names them; others get the text alone."""
-    parts = [{"type": "image_url"}, {"type": "text", "text": "look"}]
-    chat = shape(Endpoint.CHAT, {"messages": [{"role": "user", "content": parts}]})
-    assert isinstance(chat, ChatShape)
-
-    (message,) = template_inputs(chat, content_format).messages
-
-    text = [{"type": "image"}, {"type": "text", "text": "look"}] if shown else "look"
-    assert message["content"] == text
-
-
 def test_chat_fields_have_the_engines_defaults() -> None:
     """Absent fields mean what they mean in vLLM."""
     assert chat(tools=[]) == ChatShape(messages=HI)
@@ -225,154 +210,6 @@ def test_text_that_would_be_cut_is_unscorable() -> None:
     check_text_length(3, Truncation(limit_tokens=3))
     with pytest.raises(UnscorableError):
         check_text_length(4, Truncation(limit_tokens=3))
-
-
-PARTS = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": ""}, {"type": "text"}]
-
-
-def shown(message: dict[str, Any], content_format: Any = "string") -> Mapping[str, Any]:
-    """One message in the form a template sees."""
-    return template_inputs(chat([{"role": "user"} | message]), content_format).messages[0]
-
-
-def test_parts_are_joined_for_string_templates() -> None:
-    """One line per text that isn't empty."""
-    assert shown({"content": PARTS})["content"] == "a\nb"
-
-
-def test_parts_stay_for_templates_that_loop() -> None:
-    """Text becomes a part, absent text none."""
-    assert shown({"content": PARTS}, "openai")["content"] == [
-        {"type": "text", "text": "a"},
-        {"type": "text", "text": "b"},
-        {"type": "text", "text": ""},
-    ]
-    assert shown({"content": "x"}, "openai")["content"] == [{"type": "text", "text": "x"}]
-
-
-def test_tool_results_are_text_for_every_template() -> None:
-    """Few templates can show a tool result as parts."""
-    message = {"role": "tool", "tool_call_id": "c1", "content": PARTS}
-
-    assert shown(message, "openai") == {"role": "tool", "tool_call_id": "c1", "content": "a\nb\n"}
-    assert "tool_call_id" not in shown({"role": "tool", "content": "x"})
-
-
-def test_absent_content_is_empty() -> None:
-    """An assistant that only called tools has no text."""
-    assert shown({"role": "assistant", "content": None}) == {"role": "assistant", "content": ""}
-    assert shown({"role": "assistant"}, "openai")["content"] == []
-
-
-@pytest.mark.parametrize("kind", ["refusal", "thinking"])
-def test_other_text_parts_have_their_own_field(kind: str) -> None:
-    """A refusal's text is in `refusal`."""
-    assert shown({"content": [{"type": kind, kind: "no"}]})["content"] == "no"
-
-
-def test_names_and_reasoning_are_kept() -> None:
-    """Templates may show them."""
-    assert shown({"name": "Ann", "content": "x"})["name"] == "Ann"
-    message = shown({"role": "assistant", "content": "x", "reasoning": "because"})
-    assert message["reasoning"] == message["reasoning_content"] == "because"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        pytest.param('{"a": 1}', {"a": 1}, id="json-text"),
-        pytest.param({"a": 1}, {"a": 1}, id="object"),
-        pytest.param("", {}, id="empty"),
-        pytest.param(None, {}, id="absent"),
-        pytest.param("{", {}, id="broken-json"),
-        pytest.param("[1]", {}, id="no-object"),
-    ],
-)
-def test_tool_call_arguments_are_objects(arguments: Any, expected: dict[str, Any]) -> None:
-    """Templates are written for objects, clients send JSON text."""
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-
-    message = shown({"role": "assistant", "content": None, "tool_calls": [call]})
-
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
-    assert "tool_calls" not in shown({"role": "assistant", "tool_calls": []})
-
-
-@pytest.mark.parametrize("call", [1, {"function": 1}])
-def test_tool_call_of_a_wrong_type_is_left_to_the_engine(call: Any) -> None:
-    """The engine answers 400."""
-    with pytest.raises(UnscorableError):
-        shown({"role": "assistant", "tool_calls": [call]})
-
-
-def test_tools_are_dumped_as_the_engine_does() -> None:
-    """Declared fields first, absent ones as null, others behind."""
-    tool = {"function": {"strict": True, "parameters": {"a": 1}, "name": "f"}}
-
-    inputs = template_inputs(chat(tools=[tool]), "string")
-
-    assert inputs.tools is not None
-    assert list(inputs.tools[0]) == ["type", "function"]
-    function = inputs.tools[0]["function"]
-    assert list(function.items()) == [
-        ("name", "f"),
-        ("description", None),
-        ("parameters", {"a": 1}),
-        ("strict", True),
-    ]
-
-
-def test_tool_without_a_function_is_left_to_the_engine() -> None:
-    """The engine answers 400."""
-    with pytest.raises(UnscorableError):
-        template_inputs(chat(tools=[{"type": "function"}]), "string")
-
-
-def test_template_variables_hold_kwargs_and_effort() -> None:
-    """The explicit field wins."""
-    found = chat(chat_template_kwargs={"a": 1, "reasoning_effort": "x"}, reasoning_effort="low")
-
-    assert template_inputs(found, "string").extra == {"a": 1, "reasoning_effort": "low"}
-
-
-def test_engine_is_asked_once_per_text() -> None:
-    """`/tokenize` takes one prompt."""
-    found = complete(prompt=["a", "b"], add_special_tokens=False)
-    assert isinstance(found, TextShape)
-
-    assert tokenize_bodies(found, "m") == [
-        {"model": "m", "prompt": "a", "add_special_tokens": False},
-        {"model": "m", "prompt": "b", "add_special_tokens": False},
-    ]
-
-
-def test_engine_gets_every_chat_field_it_knows() -> None:
-    """What shapes the prompt is passed on under its own name."""
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    found = chat(tools=tools, chat_template="t", chat_template_kwargs={"a": 1})
-
-    assert tokenize_bodies(found, "m") == [
-        {
-            "model": "m",
-            "messages": HI,
-            "add_generation_prompt": True,
-            "continue_final_message": False,
-            "add_special_tokens": False,
-            "tools": tools,
-            "chat_template": "t",
-            "chat_template_kwargs": {"a": 1},
-        }
-    ]
-    assert list(tokenize_bodies(chat(), "m")[0])[-1] == "add_special_tokens"
-
-
-@pytest.mark.parametrize("field", [{"documents": [{"text": "d"}]}, {"reasoning_effort": "low"}])
-def test_engine_is_not_asked_about_fields_it_lacks(field: dict[str, Any]) -> None:
-    """Its answer would be the ids of another prompt."""
-    with pytest.raises(UnscorableError) as raised:
-        tokenize_bodies(chat(**field), "m")
-
-    assert raised.value.reason is Unscorable.UNSUPPORTED_FIELD
 
 
 def test_digest_depends_on_all_that_shapes_the_prompt() -> None:

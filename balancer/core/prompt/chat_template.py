@@ -6,27 +6,64 @@ Rules:
    plain JSON values only, and gets time through an injected function.
 2. The environment is that of `transformers`: trimmed blocks, loop controls, `raise_exception`,
    `tojson` without HTML escapes, `strftime_now`, `{% generation %}` blocks rendered as they are.
-3. `content_format` says how the engine hands message content to this template: `openai` (a list
-   of parts) if it loops over a message's content, else `string` (texts joined by newlines).
-4. A template that refuses a chat (`raise_exception`) refuses it in the engine, too.
+3. `content_format` says how the engine hands message content to this template
+   (`core.prompt.content_format`).
+4. Of what a client adds (`chat_template_kwargs`) the template sees the names it reads, as in the engine.
+5. A template that refuses a chat (`raise_exception`) refuses it in the engine, too. One that loops is
+   stopped (`core.prompt.template_limits`).
 
 Cost: compiled once; rendering is linear in the chat and holds the GIL.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from balancer.core.prompt.content_format import ContentFormat, find_content_format
+from balancer.core.prompt.template_limits import (
+    BUDGET,
+    StepBudget,
+    count_steps,
+    joined,
+)
+
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where the final message ends. The blank shows whether the template strips messages."""
 
-ContentFormat = Literal["string", "openai"]
+TAKEN_NAMES: Final = frozenset(
+    {
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""What `transformers` takes for its own argument: no template ever sees it."""
+
+
+_REFUSALS: Final = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class TemplateBrokenError(Exception):
@@ -59,7 +96,8 @@ class ChatInputs:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """`chat_template_kwargs` and the like. Never overrides the fields above."""
+    """`chat_template_kwargs` and the like. Never overrides the fields above; may be more than the
+    template reads."""
 
 
 class ChatTemplate:
@@ -71,35 +109,45 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, Any],
         strftime_now: Callable[[str], str],
+        content_format: ContentFormat | None = None,
     ) -> None:
-        """Compile `source`, or raise TemplateBrokenError."""
+        """Compile `source`, or raise TemplateBrokenError. `content_format` overrides what it looks like."""
         environment = _environment(strftime_now)
         try:
             tree = environment.parse(source)
-            self._template: Template = environment.from_string(source)
-        except TemplateError as error:
+            variables = meta.find_undeclared_variables(tree)
+            self.content_format: ContentFormat = content_format or find_content_format(tree)
+            count_steps(environment, tree)
+            code = environment.compile(tree)
+        except (TemplateError, RecursionError, SyntaxError) as error:
             raise TemplateBrokenError(f"chat template: {error}") from error
+        globals_ = environment.make_globals(None)
+        self._template: Template = Template.from_code(environment, code, globals_)
         self._special_tokens = dict(special_tokens)
         self._reads_content = "content" in source
-        self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
+        self.variables: frozenset[str] = frozenset(variables - TAKEN_NAMES)
         """Names the template reads from outside."""
-        self.content_format: ContentFormat = _content_format(tree)
+        self.knows_developers = "'developer'" in source or '"developer"' in source
+        """Engines make a `developer` a `system` for other templates."""
 
     def render(self, chat: ChatInputs) -> str:
-        """Render `chat`, or raise TemplateRefusedError."""
+        """Render `chat`. Raises TemplateRefusedError or TemplateEndlessError."""
         messages, final_text = chat.messages, ""
         if chat.continue_final_message:
             messages, final_text = self._marked(chat)
-        names = {**self._special_tokens, **chat.extra}
+        read = self.variables
+        names = dict(self._special_tokens)
+        names |= {name: value for name, value in chat.extra.items() if name in read}
         names |= {
             "messages": messages,
             "tools": chat.tools,
             "documents": chat.documents,
             "add_generation_prompt": chat.add_generation_prompt,
+            BUDGET: StepBudget(),
         }
         try:
-            rendered = self._template.render(names)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            rendered = joined(self._template.generate(names))
+        except _REFUSALS as error:
             # What a template does with odd messages is its own affair: any of these is a refusal.
             raise TemplateRefusedError(f"chat template: {type(error).__name__}") from error
         return _cut_at_tag(rendered, final_text) if chat.continue_final_message else rendered
@@ -162,57 +210,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _content_format(tree: nodes.Template) -> ContentFormat:
-    """`openai` if some loop runs over `content` of something that a loop took from `messages`."""
-    lists = _names_of(tree, "messages")
-    items = {
-        name
-        for loop in tree.find_all(nodes.For)
-        if any(_reads(loop.iter, each) for each in lists)
-        for name in _target_names(loop.target)
-    }
-    loops_over_content = any(
-        _reads(loop.iter, item, "content") for loop in tree.find_all(nodes.For) for item in items
-    )
-    return "openai" if loops_over_content else "string"
-
-
-def _names_of(tree: nodes.Template, name: str) -> set[str]:
-    """`name` and every variable it is assigned to, directly or through others."""
-    known = {name}
-    assignments = list(tree.find_all(nodes.Assign))
-    grown = True
-    while grown:
-        new = {
-            target
-            for each in assignments
-            if any(_reads(each.node, source) for source in known)
-            for target in _target_names(each.target)
-        }
-        grown = not new <= known
-        known |= new
-    return known
-
-
-def _target_names(target: nodes.Node) -> Iterator[str]:
-    if isinstance(target, nodes.Name):
-        yield target.name
-
-
-def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Tell if `node` is the variable `name` (or its `key`), perhaps filtered, tested or sliced."""
-    match node:
-        case nodes.Filter() | nodes.Test():
-            return _reads(node.node, name, key)
-        case nodes.Getitem(arg=nodes.Slice()):
-            return _reads(node.node, name, key)
-        case nodes.Getitem(arg=nodes.Const(value=value)) if key is not None:
-            return value == key and _reads(node.node, name)
-        case nodes.Getattr(attr=attr) if key is not None:
-            return attr == key and _reads(node.node, name)
-        case nodes.Name():
-            return key is None and node.name == name
-        case _:
-            return False

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from balancer.core.prompt.shape import MEDIA_PARTS, ChatShape
+from balancer.core.prompt.content_parts import MEDIA_PARTS
+from balancer.core.prompt.shape import ChatShape
 
 MIN_CREDITABLE_TOKENS = 16
 MEDIUM_TOKENS = 500

@@ -1,4 +1,4 @@
-"""Remembers the tokens of prompts, least recently used out first, bounded in bytes.
+"""Remembers the tokens of prompts and of their pieces, least recently used out first, bounded in bytes.
 
 Rules:
 
@@ -46,6 +46,11 @@ class TokenCache:
         while self._held_bytes > self._limit_bytes:
             _, evicted = self._entries.popitem(last=False)
             self._held_bytes -= _entry_bytes(evicted)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._held_bytes = 0
 
 
 def _entry_bytes(tokens: Tokens) -> int:

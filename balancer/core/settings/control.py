@@ -4,7 +4,7 @@ Frozen values; every number has its unit in its name and is checked when it is d
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from xxhash import xxh32_hexdigest
@@ -13,7 +13,7 @@ from balancer.core.fleet.snapshot import NO_CONNECTOR, Instance, Role
 from balancer.core.settings.errors import ConfigError, Secret
 from balancer.core.settings.transfer import read_transfer
 from indexer.core.addresses import parse_instance_id
-from indexer.core.limits import NonNegativeInt, PositiveFloat, PositiveInt
+from indexer.core.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from indexer.core.types import InstanceId
 
 HostName = Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[a-z0-9._-]+$")]
@@ -139,11 +139,22 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Bad probes in a row. Failed legs are counted by `reliability`."""
     healthy_after: PositiveInt = 1
     """Good probes in a row after a failure."""
-    """Good probes in a row."""
+
+
+class EngineFlags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a model's engines were started with, as far as it shapes prompts, under vLLM's own names."""
+
+    chat_template: str | None = None
+    """File with the template, as the balancer finds it."""
+    chat_template_content_format: Literal["string", "openai"] | None = None
+    default_chat_template_kwargs: dict[str, Any] = {}
+    exclude_tools_when_tool_choice_none: bool = False
+    trust_request_chat_template: bool = False
+    """Clients may bring templates, which are then rendered here, too."""
 
 
 class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where tokens come from.
+    """Where tokens come from (docs/tokens.md).
 
     Token-id prompts are used as they are. For text and chats the model's own tokenizer is the
     quickest and exact; without one the engines' `/tokenize` is asked. Whatever fails here costs a
@@ -153,15 +164,23 @@ class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     models: dict[str, str] = {}
     """Base model → directory with its `tokenizer.json`, `tokenizer_config.json` and, if it has
     one, `chat_template.jinja`."""
+    engine_flags: dict[str, EngineFlags] = {}
+    """Base model → what its engines were started with, where that shapes prompts: any of
+    `chat_template` (a file), `chat_template_content_format`, `default_chat_template_kwargs`,
+    `exclude_tools_when_tool_choice_none` and `trust_request_chat_template`."""
     deadline_s: PositiveFloat = 0.1
     """After this the request is routed by load. The prompt is still remembered, so its repeat is
     scored."""
     workers: PositiveInt = 2
-    """Threads that tokenise."""
+    """Threads that render and tokenise; long texts that are new have one more for themselves."""
     cache_bytes: NonNegativeInt = 64 * 1024 * 1024
-    """Memory for the tokens of known prompts: 4 bytes a token."""
+    """Memory for the tokens of known texts: 4 bytes a token, 256 a piece."""
+    parity_interval_s: NonNegativeFloat = 10.0
+    """Pause between two comparisons of a model's local tokens with its engine's own. One difference
+    switches the model to the engine's tokens until the balancer is restarted, and raises an alarm.
+    0: they are never compared."""
     engine_fallback: bool = True
-    """Ask an engine's `/tokenize` where there is no local tokenizer."""
+    """Ask an engine's `/tokenize` where there is no local tokenizer, or where it gave other tokens."""
     engine_concurrency: PositiveInt = 32
     """Such calls under way at once; what comes on top is routed by load."""
     breaker_failures: PositiveInt = 3
@@ -173,7 +192,6 @@ class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_prompt_tokens: PositiveInt = 1_000_000
     """So is one with more tokens over all its prompts, or with a prompt over the model's
     `max_model_len` (`too_long`)."""
-    """So is one with more tokens over all its prompts."""
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

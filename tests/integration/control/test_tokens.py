@@ -12,7 +12,7 @@ import pytest
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.prompt.shape import TextShape, UnscorableError
 from balancer.core.request import GenerateRequest
-from balancer.tokens.local import TokenizerLoadError, load_tokenizer
+from balancer.tokens.directory import TokenizerLoadError, load_tokenizer
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
 from indexer.core.hashing import Namespace
@@ -144,6 +144,7 @@ async def test_chat_has_no_doubled_bos(
     """A tokenizer that adds a BOS does so for completions, not for rendered chats."""
     copy_tokenizer(tmp_path)
     add_bos(tmp_path / "tokenizer.json")
+    put(tmp_path, "tokenizer_config.json", {})  # where it says nothing, the tokenizer's own counts
     reader = make_reader(models={"tiny": str(tmp_path)})
 
     text = await reader.read(fleet_of(), make_request({"prompt": "hi"}))
@@ -735,7 +736,7 @@ async def test_tokenizers_can_be_loaded_ahead(tmp_path: Path, tokenizer_director
     await pool.load()
 
     shape = TextShape(texts=("hi",))
-    assert len(await pool.encode("tiny", shape, b"")) == 1
+    assert len((await pool.encode("tiny", shape)).tokens) == 1
     with pytest.raises(UnscorableError):
-        await pool.encode("bad", shape, b"")
+        await pool.encode("bad", shape)
     pool.close()
