@@ -50,10 +50,17 @@ def loaded(
     requests: int = 0,
     decoding: int = 0,
     queued_tokens: int = 0,
+    oldest_queued_s: float | None = None,
 ) -> LoadedCandidate:
     return LoadedCandidate(
         candidate=candidate(number, overlap_tokens=overlap_tokens),
-        load=RankLoad(requests=requests, decoding=decoding, queued_tokens=queued_tokens),
+        load=RankLoad(
+            requests=requests,
+            decoding=decoding,
+            queued_tokens=queued_tokens,
+            oldest_queued_s=oldest_queued_s,
+            head_tokens=queued_tokens,
+        ),
     )
 
 
@@ -357,6 +364,60 @@ def test_session_without_a_session_goes_by_load() -> None:
     )
 
     assert aliases(choices) == ["e1", "e0"]
+
+
+def unscored(session: str | None) -> RequestShape:
+    return RequestShape(prompt_tokens=1000, session=session, is_scored=False)
+
+
+def test_unknown_prompts_of_a_session_stay_together() -> None:
+    """While nobody is busy; other sessions have other homes, and one that joins moves few."""
+    policy = named_policy("kvlb")
+    homes: dict[str, str] = {}
+    for session in map(str, range(40)):
+        chosen = set()
+        for seed in range(3):
+            choices = policy.choose(
+                unscored(session), [loaded(n) for n in range(4)], seeded_draw(seed)
+            )
+            policy.chosen(choices[0].candidate.rank)
+            chosen.add(aliases(choices)[0])
+        assert len(chosen) == 1
+        homes[session] = chosen.pop()
+
+    assert set(homes.values()) == {"e0", "e1", "e2", "e3"}
+
+
+def test_a_home_is_worth_no_more_than_the_prompt() -> None:
+    """A queue of more than that, and the session is served elsewhere."""
+    policy = named_policy("kvlb")
+    idle = [loaded(number) for number in range(4)]
+    home = aliases(policy.choose(unscored("s"), idle, seeded_draw(1)))[0]
+
+    def chosen_with(queued_tokens: int) -> str:
+        busy = [
+            loaded(number, requests=1, queued_tokens=queued_tokens, oldest_queued_s=0.0)
+            if f"e{number}" == home
+            else loaded(number)
+            for number in range(4)
+        ]
+        return aliases(policy.choose(unscored("s"), busy, seeded_draw(1)))[0]
+
+    assert chosen_with(500) == home
+    assert chosen_with(5000) != home
+
+
+def test_what_is_known_needs_no_hint() -> None:
+    """The cost of a scored prompt decides, and without a session there is nothing to go by."""
+    policy = named_policy("kvlb")
+    candidates = [loaded(number, requests=number, decoding=number) for number in range(4)]
+    scored = RequestShape(prompt_tokens=1000, session="3")
+    chosen = [
+        aliases(policy.choose(shape, candidates, seeded_draw(1)))[0]
+        for shape in (scored, unscored(None))
+    ]
+
+    assert chosen == ["e0", "e0"]
 
 
 def test_session_names_may_hold_lone_surrogates() -> None:

@@ -28,6 +28,7 @@ from balancer.core.load.ledger import LoadLedger, RankLoad
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing.cost import LoadedCandidate, RequestShape
 from balancer.core.routing.plan import Candidate
+from balancer.core.routing.sessions import named_session, opening
 from balancer.core.routing.ways import MemoryUse
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.types import BlockKey, RankId, Tier, Trust
@@ -224,7 +225,12 @@ def request_shape(
     return RequestShape(
         prompt_tokens=tokens,
         max_output_tokens=_max_output_tokens(request),
-        session=_session(request, session_header.lower().encode()) or first_block(matches),
+        session=(
+            named_session(request, session_header.lower().encode())
+            or first_block(matches)
+            or (opening(request.body) if prompt.prompt_tokens is None else None)
+        ),
+        is_scored=prompt.prompt_tokens is not None,
     )
 
 
@@ -235,17 +241,6 @@ def _max_output_tokens(request: GenerateRequest) -> float:
             return limit
     is_chat = request.endpoint is Endpoint.CHAT
     return float("inf") if is_chat else COMPLETIONS_MAX_TOKENS
-
-
-def _session(request: GenerateRequest, header: bytes) -> str | None:
-    for each, value in request.headers:
-        if each == header and value:
-            return value.decode("latin-1")
-    for name in ("session_id", "user", "prompt_cache_key"):
-        named = request.body.get(name)
-        if isinstance(named, str) and named:
-            return named
-    return None
 
 
 def first_block(matches: PromptMatches) -> str | None:

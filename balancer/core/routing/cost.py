@@ -55,6 +55,8 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_output_tokens: float = float("inf")
     session: str | None = None
     """Names the conversation, for session affinity."""
+    is_scored: bool = True
+    """False: nothing is known of what ranks hold of the prompt."""
 
 
 class LoadedCandidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):

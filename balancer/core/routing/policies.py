@@ -21,11 +21,14 @@ from xxhash import xxh3_64_intdigest
 
 from balancer.core.routing.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
 from balancer.core.routing.plan import Candidate, Choice
+from balancer.core.routing.sessions import affinity
 from balancer.core.settings.routing import PolicyName
 from indexer.core.types import RankId
 
 MAX_TURNS = 65_536
 """Ranks remembered; fleets whose instances come and go meet more over time."""
+SAVED_BY_A_HIT = ("work", "delay", "stall", "prefill", "transfer")
+"""Terms that a prompt in the cache wouldn't have."""
 LOAD_BOUND = 1.25
 """A session leaves its rank when that has more than this times the mean of requests."""
 
@@ -85,7 +88,12 @@ def _ordered(choices: Sequence[Choice], keys: Keys, draw: TieBreak, turns: Turns
 
 
 class LeastCost:
-    """`kvlb`: the least estimated time."""
+    """`kvlb`: the least estimated time.
+
+    Where nothing is known of a prompt its session's home comes first, as long as computing the whole
+    prompt elsewhere isn't estimated to be faster than waiting there: what is most likely cached at
+    home is worth no more than that.
+    """
 
     def __init__(self) -> None:
         self._turns = Turns()
@@ -94,10 +102,22 @@ class LeastCost:
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
         choices = estimate_all(shape, candidates)
-        return _ordered(choices, [(each.cost_s,) for each in choices], draw, self._turns)
+        ordered = _ordered(choices, [(each.cost_s,) for each in choices], draw, self._turns)
+        if shape.is_scored or shape.session is None:
+            return ordered
+        return _home_first(ordered, shape.session)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)
+
+
+def _home_first(ordered: list[Choice], session: str) -> list[Choice]:
+    """`ordered` by cost, with the session's home in front if a hit there would make it cheapest."""
+    home = max(ordered, key=lambda each: affinity(session, each.candidate.rank))
+    saved_s = sum(home.terms.get(term, 0.0) for term in SAVED_BY_A_HIT)
+    if home.cost_s - saved_s > ordered[0].cost_s:
+        return ordered
+    return [home, *(each for each in ordered if each is not home)]
 
 
 class RoundRobin:
@@ -168,7 +188,7 @@ class SessionAffinity:
             if session is None:
                 return _load_key(each)
             is_full = each.load.requests >= bound
-            return (is_full, -_affinity(session, each.candidate.rank))
+            return (is_full, -affinity(session, each.candidate.rank))
 
         choices = estimate_all(shape, candidates)
         return _ordered(choices, [key(each) for each in candidates], draw, self._turns)
@@ -209,9 +229,3 @@ def _load_key(each: LoadedCandidate) -> tuple[float, float]:
 
 def _held_tokens(each: LoadedCandidate) -> int:
     return max(each.candidate.overlap_tokens, each.candidate.predicted_tokens)
-
-
-def _affinity(session: str, rank: RankId) -> int:
-    # errors="surrogatepass": JSON may carry lone surrogates, and a session name is only hashed.
-    name = f"{rank.rank} {rank.instance} {session}".encode(errors="surrogatepass")
-    return xxh3_64_intdigest(name)
