@@ -24,8 +24,8 @@ from balancer.core.reliability.vetting import Vetting
 from balancer.core.request import GenerateRequest
 from balancer.core.routing.candidates import BYTES_PER_TOKEN, find_pool
 from balancer.core.routing.pace import Pace
+from balancer.core.routing.terms import queued_s
 from balancer.core.routing.waiting_line import Ticket, WaitingLine
-from balancer.core.routing.ways import queued_s
 from balancer.core.settings.admission import AdmissionSettings
 from balancer.dataplane.jobs import Job
 

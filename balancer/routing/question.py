@@ -117,6 +117,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             believed_tokens=_believed_tokens(candidate) if is_confirmed else 0,
             remembered_s=0.0 if is_confirmed else settings.approximate_ttl_s,
             block_size=self.matches.block_size(candidate.rank) if is_one else 0,
+            cache_tokens=candidate.instance.rank_cache_tokens or 0,
         )
 
 

@@ -334,3 +334,32 @@ def test_arrivals_by_transfer_are_arrivals(ledger: LoadLedger) -> None:
     load = ledger.load(FIRST)
     assert load.arrivals_per_s > 0
     assert load.work_share == 0
+
+
+def test_a_full_cache_is_known_by_what_was_sent_there(ledger: LoadLedger, clock: Clock) -> None:
+    """Prompts and answers fill it; what leaves next is likely to be asked for if others were."""
+    big = replace(work(), block_size=512, cache_tokens=10 * 512)
+    for _ in range(20):
+        with ledger.hold(big) as guard:
+            clock.now_s += 1
+            guard.first_token()
+        clock.now_s += 2
+    roomy = ledger.load(FIRST)
+    with ledger.hold(big) as guard:
+        clock.now_s += 1
+        guard.first_token()
+        guard.generated(5 * 512)
+    full = ledger.load(FIRST)
+    ledger.forget(FIRST)
+
+    assert roomy.free_tokens == 4 * 512
+    assert full.free_tokens == 0
+    assert full.reuse_chance > 0.5
+    assert ledger.load(OTHER).reuse_chance == ledger.load(OTHER).free_tokens == 0
+
+
+def test_prompts_without_a_block_size_say_nothing_of_the_cache(ledger: LoadLedger) -> None:
+    """Several in one request: their keys have no depth."""
+    ledger.hold(replace(work(), block_size=0, cache_tokens=10 * 512))
+
+    assert ledger.load(FIRST).reuse_chance == 0

@@ -17,7 +17,7 @@ from balancer.core.routing.candidates import (
     find_pool,
     request_shape,
 )
-from balancer.core.routing.ways import MemoryUse
+from balancer.core.routing.terms import MemoryUse
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.load.ledger import RankLoad, RankRates, TransferRates
-from balancer.core.routing.cost import LoadedCandidate, RequestShape, estimate_all, memory_s
+from balancer.core.routing.cost import LoadedCandidate, RequestShape, estimate_all
 from balancer.core.routing.plan import Candidate, Choice
-from balancer.core.routing.ways import MemoryUse, Offer
+from balancer.core.routing.terms import MemoryUse, eviction_s, memory_s, work_price
+from balancer.core.routing.ways import Offer
 from indexer.core.types import InstanceId, RankId
 
 RATES = RankRates(
@@ -177,6 +178,24 @@ def test_memory_that_runs_out_is_waited_for() -> None:
     assert memory_s(load, full) == pytest.approx(4.0 * 300 / 900 + congestion_s)
     assert memory_s(load, roomy) == pytest.approx(0.3 * 4.0 * (400 / 1e5) * 0.013 / 0.987)
     assert estimate(loaded(load, memory=full)).terms["memory"] == memory_s(load, full)
+
+
+def test_what_is_pushed_out_is_priced_as_work_is() -> None:
+    """With what the rank lacks of the prompt, and the answer it is expected to give."""
+    load = RankLoad(
+        arrivals_per_s=2, work_share=0.5, reuse_chance=0.5, free_tokens=100, rates=RATES
+    )
+    shape = RequestShape(prompt_tokens=1000, max_output_tokens=50)
+    price = work_price(load, queue_s=0, work_s=0.4, memory_share=0)
+
+    assert estimate(loaded(load, overlap_tokens=600), shape).terms["eviction"] == pytest.approx(
+        eviction_s(load, new_tokens=450, work_price=price)
+    )
+
+
+def test_where_nothing_is_asked_for_again_no_eviction_is_named() -> None:
+    """Most decisions of a young fleet."""
+    assert "eviction" not in estimate(loaded(RankLoad(rates=RATES))).terms
 
 
 def test_loading_from_a_slower_tier_takes_its_time_and_nobody_elses() -> None:

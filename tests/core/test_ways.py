@@ -8,14 +8,11 @@ from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.load.ledger import RankLoad, RankRates, TransferRates
 from balancer.core.routing.plan import Candidate, Choice
 from balancer.core.routing.ways import (
-    MemoryUse,
     Offer,
     best_offer,
     local_terms,
     own_s,
-    queued_s,
     remote_terms,
-    stall_weight,
     way_s,
 )
 from indexer.core.types import InstanceId, RankId
@@ -46,6 +43,7 @@ def local(load: RankLoad, uncached_tokens: float = 1000, memory_share: float = 0
     terms = local_terms(
         load,
         uncached_tokens=uncached_tokens,
+        output_tokens=100,
         loading_tokens=0,
         memory_share=memory_share,
         on_decode=True,
@@ -53,37 +51,16 @@ def local(load: RankLoad, uncached_tokens: float = 1000, memory_share: float = 0
     return sum(terms.values())
 
 
-def queued(progress_s: float) -> float:
-    load = RankLoad(
-        oldest_queued_s=1.0,
-        queued_tokens=500,
-        head_tokens=200,
-        head_progress_s=progress_s,
-        rates=RATES,
-    )
-    return queued_s(load)
-
-
-def test_the_queue_shrinks_as_its_head_gets_done() -> None:
-    """By the time passed, but never by more than nine tenths of the head."""
-    assert queued(0.0) == pytest.approx(0.51)
-    assert queued(0.1) == pytest.approx(0.41)
-    assert queued(9.0) == pytest.approx(0.51 - 0.9 * 0.21)
-    assert queued_s(RankLoad(rates=RATES)) == 0
-
-
-def test_a_full_decode_rank_makes_every_stalled_second_dearer() -> None:
-    """Those who wait for memory wait longer; a mixed rank promised nothing."""
-    assert stall_weight(0.0, on_decode=True) == 0.5
-    assert stall_weight(0.5, on_decode=True) == pytest.approx(1.5)
-    assert stall_weight(0.9, on_decode=False) == 0.15
-
-
 def test_full_memory_is_a_share_of_time_sold() -> None:
     """Its square stands beside the prefill work in the price of work."""
     load = RankLoad(arrivals_per_s=1, work_share=0.3, rates=RATES)
     terms = local_terms(
-        load, uncached_tokens=1000, loading_tokens=0, memory_share=0.8, on_decode=True
+        load,
+        uncached_tokens=1000,
+        output_tokens=100,
+        loading_tokens=0,
+        memory_share=0.8,
+        on_decode=True,
     )
 
     assert terms["delay"] == pytest.approx(0.25 + 0.51 / (1 - 0.64))
@@ -93,7 +70,14 @@ def test_loading_is_named_only_where_there_is_some() -> None:
     """Most fleets have no slower tier."""
     load = RankLoad(rates=RATES)
     with_some, without = (
-        local_terms(load, uncached_tokens=0, loading_tokens=tokens, memory_share=0, on_decode=False)
+        local_terms(
+            load,
+            uncached_tokens=0,
+            output_tokens=100,
+            loading_tokens=tokens,
+            memory_share=0,
+            on_decode=False,
+        )
         for tokens in (60, 0)
     )
 
@@ -105,9 +89,17 @@ def test_a_hand_over_takes_the_prefill_the_transfer_and_a_step() -> None:
     """The step is slowed by everybody in flight."""
     load = RankLoad(requests=3, rates=RATES)
 
-    assert remote_terms(load, offer("p0", 0.3), uncached_tokens=500) == pytest.approx(
-        {"prefill": 0.3, "transfer": 0.06, "step": 0.023}
-    )
+    assert remote_terms(
+        load, offer("p0", 0.3), uncached_tokens=500, output_tokens=100
+    ) == pytest.approx({"prefill": 0.3, "transfer": 0.06, "step": 0.023})
+
+
+def test_a_hand_over_pushes_out_what_the_answer_needs() -> None:
+    """What the prompt pushes out is priced where it is computed."""
+    load = RankLoad(reuse_chance=0.5, rates=RATES)
+    terms = remote_terms(load, offer("p0", 0.3), uncached_tokens=500, output_tokens=100)
+
+    assert terms["eviction"] == pytest.approx(2 * 0.5 * 0.1 * 1.25)
 
 
 def test_what_was_handed_over_waits_for_prompts_computed_there() -> None:
@@ -120,8 +112,10 @@ def test_what_was_handed_over_waits_for_prompts_computed_there() -> None:
         for work_s in (0.25, 4.0)
     )
 
-    assert remote_terms(load, quick, uncached_tokens=0)["wait"] == pytest.approx(2.01 - 0.75)
-    assert remote_terms(load, slow, uncached_tokens=0)["wait"] == 0
+    assert remote_terms(load, quick, uncached_tokens=0, output_tokens=100)["wait"] == pytest.approx(
+        2.01 - 0.75
+    )
+    assert remote_terms(load, slow, uncached_tokens=0, output_tokens=100)["wait"] == 0
 
 
 def test_a_slow_link_can_lose_to_a_dearer_prefill_rank() -> None:
@@ -146,16 +140,6 @@ def test_own_seconds_leave_out_what_others_pay() -> None:
 
     assert (own_s(here), way_s(here)) == (7, 31)
     assert (own_s(there), way_s(there)) == (7.75, 15.75)
-
-
-def test_memory_share_counts_growth_and_stays_below_one() -> None:
-    """Half the mean output for everybody in flight, and for the one that comes."""
-    load = RankLoad(requests=3, rates=RATES)
-    roomy = MemoryUse(active_tokens=100, need_tokens=100, capacity_tokens=1000)
-    full = MemoryUse(active_tokens=900, need_tokens=900, capacity_tokens=1000)
-
-    assert roomy.share(load) == pytest.approx(0.4)
-    assert full.share(load) == 0.97
 
 
 loads = st.builds(

@@ -73,6 +73,10 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Different blocks of the prompts in flight."""
     output_tokens: float = 0.0
     """Tokens the legs that decode now have generated, as far as their pace tells."""
+    reuse_chance: float = 0.0
+    """That what the rank would evict next is ever asked for again."""
+    free_tokens: float = 0.0
+    """KV memory in which nothing lies that could be asked for again; 0 if its size isn't known."""
     rates: RankRates = RankRates()
 
 
@@ -104,6 +108,8 @@ class LegWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     held. 0: events tell."""
     block_size: int = 0
     """Tokens per key; 0: `keys` are of several prompts."""
+    cache_tokens: int = 0
+    """What fits the rank's KV cache; 0: not known."""
 
     @property
     def chains(self) -> Sequence[Sequence[BlockKey]]:

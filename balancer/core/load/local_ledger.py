@@ -31,6 +31,7 @@ from balancer.core.load.approximate import ApproximateBlocks
 from balancer.core.load.learned import LearnedRates
 from balancer.core.load.ledger import LegWork, RankLoad, TransferRates
 from balancer.core.load.rank_book import BookedLeg, RankBook
+from balancer.core.load.reuse import ReuseTimes, sampled
 from balancer.core.load.transfers import LearnedTransfers
 from indexer.core.types import BlockKey, RankId
 
@@ -79,6 +80,7 @@ class LocalLedger:
         self._learned = learned or LearnedRates()
         self._transfers = transfers or LearnedTransfers()
         self._max_predicted_blocks = max_predicted_blocks
+        self._reuse = ReuseTimes()
         self._books: dict[RankId, RankBook] = {}
         self._numbers = count()
 
@@ -147,6 +149,8 @@ class LocalLedger:
         leg = _Leg(book, work, next(self._numbers), now_s, used, ledger=self)
         book.requests += 1
         book.predictions.sent(work.uncached_tokens)
+        if work.block_size:
+            self._use_cache(book, work, now_s)
         if work.kind != "decode":
             self._queue(leg, now_s)
             leg.prediction = book.predictions.add(chains)
@@ -163,6 +167,7 @@ class LocalLedger:
             return
         book.predictions.clear()
         book.guesses = None
+        book.shadow.clear()
         if not book.requests:
             del self._books[rank]
 
@@ -232,6 +237,7 @@ class LocalLedger:
         if tokens is None or work.kind == "prefill":
             return
         self._learned.on_output(tokens)
+        book.shadow.answer(tokens, self._clock())
         if decoded and work.streamed and leg.first_s is not None:
             self._learned.on_decoded(
                 work.rank,
@@ -265,6 +271,14 @@ class LocalLedger:
             tokens=leg.work.uncached_tokens,
             now_s=now_s,
         )
+
+    def _use_cache(self, book: RankBook, work: LegWork, now_s: float) -> None:
+        keys = sampled(work.keys, work.block_size)
+        if work.kind != "decode":  # its prefill leg has asked for them
+            self._reuse.used(keys, now_s)
+        book.shadow.capacity_tokens = work.cache_tokens or book.shadow.capacity_tokens
+        book.shadow.use(keys, work.block_size, now_s)
+        book.reuse_chance = self._reuse.chance(book.shadow.oldest_s(now_s))
 
     def _queue(self, leg: BookedLeg, now_s: float) -> None:
         book, work = leg.book, leg.work

@@ -54,7 +54,8 @@ class Booked(msgspec.Struct, frozen=True, array_like=True, tag="b", gc=False):
     """Eight bytes each, little-endian."""
     believed_tokens: int = 0
     chain_ends: tuple[int, ...] = ()
-    """Both last, and with a default: releases before them don't tell them."""
+    cache_tokens: int = 0
+    """All three last, and with defaults: releases before them don't tell them."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="f", gc=False):
@@ -176,6 +177,7 @@ def booked(number: int, at_s: float, work: LegWork) -> Booked:
         pack_keys(work.keys[:MAX_BLOCKS]),
         work.believed_tokens,
         tuple(min(each, MAX_BLOCKS) for each in work.chain_ends),
+        work.cache_tokens,
     )
 
 
@@ -197,6 +199,7 @@ def booked_work(told: Booked) -> LegWork:
         believed_tokens=told.believed_tokens,
         remembered_s=told.remembered_s,
         block_size=told.block_size,
+        cache_tokens=told.cache_tokens,
     )
 
 

@@ -19,6 +19,7 @@ from balancer.core.load.chain_tree import ChainTree, Stretch
 from balancer.core.load.fading import FadingSum
 from balancer.core.load.ledger import LegWork, RankLoad, RankRates
 from balancer.core.load.predictions import Prediction, RankPredictions
+from balancer.core.load.shadow_cache import ShadowCache
 from indexer.core.types import RankId
 
 RATE_TAU_S = 20.0
@@ -63,6 +64,8 @@ class RankBook:
         "queued_tokens",
         "recent",
         "requests",
+        "reuse_chance",
+        "shadow",
         "since_s",
         "work_s",
     )
@@ -90,6 +93,9 @@ class RankBook:
         counts once."""
         self.first_s_sum = 0.0
         """Moments of the first tokens of legs that decode, added up."""
+        self.shadow = ShadowCache()
+        self.reuse_chance = 0.0
+        """That what leaves the cache next is ever asked for again, as of the last booking."""
 
     def count_arrival(self, now_s: float, work_s: float) -> None:
         """One more leg, with so much prefill work."""
@@ -131,5 +137,7 @@ class RankBook:
             recent_work_s=self.recent.at(now_s),
             active_blocks=self.active.blocks,
             output_tokens=decoded_s / (rates.step_s + rates.step_s_per_request * self.requests),
+            reuse_chance=self.reuse_chance,
+            free_tokens=self.shadow.free_tokens,
             rates=rates,
         )

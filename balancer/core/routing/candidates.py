@@ -29,7 +29,7 @@ from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing.cost import LoadedCandidate, RequestShape
 from balancer.core.routing.plan import Candidate
 from balancer.core.routing.sessions import named_session, opening
-from balancer.core.routing.ways import MemoryUse
+from balancer.core.routing.terms import MemoryUse
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.types import BlockKey, RankId, Tier, Trust
 

@@ -14,8 +14,6 @@ Rules:
 1. Blocks of prompts on their way count as held, as blocks in events do.
 2. Rates nobody has learned yet have priors; nothing here is set per workload.
 3. An unscorable prompt has a guessed length and no overlap: what decides is load.
-
-The price of evicting others' blocks isn't here yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,23 +23,14 @@ import msgspec
 from balancer.core.fleet.snapshot import Role
 from balancer.core.load.ledger import RankLoad
 from balancer.core.routing.plan import Candidate, Choice, OtherWay
-from balancer.core.routing.ways import (
+from balancer.core.routing.terms import (
     MemoryUse,
-    Offer,
-    best_offer,
-    grow_tokens,
-    local_terms,
-    remote_terms,
+    in_flight_s,
+    memory_s,
+    recent_s,
 )
+from balancer.core.routing.ways import Offer, best_offer, local_terms, remote_terms
 from indexer.core.types import RankId
-
-DECODE_WEIGHT = 0.25
-RECENT_WEIGHT = 0.3
-RECENT_PROMPTS = 1
-RECENT_MIN_TOKENS = 256
-"""In tiny prompts one shared block is most of the work, and still no reason to pile up."""
-MEMORY_WEIGHT = 0.3
-LEAST_ACTIVE_SHARE = 0.1
 
 TieBreak = Callable[[RankId], float]
 """A random draw per rank, the same one whenever asked within one decision."""
@@ -80,6 +69,11 @@ def uncached_tokens(shape: RequestShape, candidate: Candidate) -> int:
     return max(0, lacking)
 
 
+def output_tokens(shape: RequestShape, load: RankLoad) -> float:
+    """Tokens that the answer is expected to have."""
+    return min(load.rates.output_tokens, shape.max_output_tokens)
+
+
 def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> list[Choice]:
     """The cost of every candidate, in the order given."""
     if not candidates:
@@ -93,8 +87,8 @@ def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float
     load = loaded.load
     if loaded.memory is not None:
         terms["memory"] = memory_s(load, loaded.memory)
-    terms["in_flight"] = _in_flight(shape, load)
-    terms["recent"] = _recent(shape, load, mean_recent_s)
+    terms["in_flight"] = in_flight_s(load, output_tokens=output_tokens(shape, load))
+    terms["recent"] = recent_s(load, prompt_tokens=shape.prompt_tokens, mean_recent_s=mean_recent_s)
     return Choice(
         candidate=loaded.candidate,
         cost_s=sum(terms.values()),
@@ -110,58 +104,29 @@ def _way(
     """Terms of the way to take, who prefills, and the way not taken."""
     lacking = uncached_tokens(shape, loaded.candidate)
     if not loaded.offers:
-        return _local(loaded, lacking), None, None
+        return _local(shape, loaded, lacking), None, None
     offer = best_offer(loaded.offers, lacking)
-    remote = remote_terms(loaded.load, offer, uncached_tokens=lacking)
+    answer_tokens = output_tokens(shape, loaded.load)
+    remote = remote_terms(loaded.load, offer, uncached_tokens=lacking, output_tokens=answer_tokens)
     if not loaded.may_local:
         return remote, offer.prefill, None
-    local = _local(loaded, lacking)
+    local = _local(shape, loaded, lacking)
     local_s, remote_s = sum(local.values()), sum(remote.values())
     if local_s <= remote_s:
         return local, None, OtherWay(remote=True, cost_s=remote_s, terms=remote)
     return remote, offer.prefill, OtherWay(remote=False, cost_s=local_s, terms=local)
 
 
-def _local(loaded: LoadedCandidate, lacking: int) -> dict[str, float]:
-    memory = loaded.memory
+def _local(shape: RequestShape, loaded: LoadedCandidate, lacking: int) -> dict[str, float]:
     return local_terms(
         loaded.load,
         uncached_tokens=lacking,
+        output_tokens=output_tokens(shape, loaded.load),
         loading_tokens=loaded.candidate.loading_tokens,
-        memory_share=0.0 if memory is None else memory.share(loaded.load),
+        memory_share=_memory_share(loaded),
         on_decode=loaded.candidate.instance.role is Role.DECODE,
     )
 
 
-def memory_s(load: RankLoad, memory: MemoryUse) -> float:
-    """The wait until enough is free, and a price that rises as little is left."""
-    decode_s, capacity = load.rates.decode_s, memory.capacity_tokens
-    over = memory.with_growth(load) - capacity
-    freed = max(memory.active_tokens, LEAST_ACTIVE_SHARE * capacity)
-    wait_s = decode_s * max(0.0, over) / freed
-    share = memory.share(load)
-    taken = min(1.0, (memory.need_tokens + grow_tokens(load)) / capacity)
-    return wait_s + MEMORY_WEIGHT * decode_s * taken * share / (1 - share)
-
-
-def _in_flight(shape: RequestShape, load: RankLoad) -> float:
-    """Its own decode steps, slowed by those in flight, and how it slows theirs."""
-    rates = load.rates
-    # The first token belongs to the prompt: an answer of one token takes no decode step.
-    steps = min(rates.output_tokens, shape.max_output_tokens) - 1
-    if steps <= 0:
-        return 0.0
-    step_s = rates.step_s + rates.step_s_per_request * (2 * load.requests + 1)
-    return DECODE_WEIGHT * steps * step_s
-
-
-def _recent(shape: RequestShape, load: RankLoad, mean_recent_s: float) -> float:
-    """A share of the whole prompt's work, from -RECENT_WEIGHT to RECENT_WEIGHT.
-
-    Without it, requests so far apart that nothing is ever in flight would all follow a first
-    block that every prompt shares. Scale-free: pace, speed and prompt length cancel out. The
-    prompt's own work in the denominator keeps the first few requests from counting for much.
-    """
-    prompt_s = load.rates.prefill_s_per_token * max(shape.prompt_tokens, RECENT_MIN_TOKENS)
-    excess = (load.recent_work_s - mean_recent_s) / (mean_recent_s + RECENT_PROMPTS * prompt_s)
-    return RECENT_WEIGHT * min(excess, 1.0) * prompt_s
+def _memory_share(loaded: LoadedCandidate) -> float:
+    return 0.0 if loaded.memory is None else loaded.memory.share(loaded.load)

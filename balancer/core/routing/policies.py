@@ -27,7 +27,7 @@ from indexer.core.types import RankId
 
 MAX_TURNS = 65_536
 """Ranks remembered; fleets whose instances come and go meet more over time."""
-SAVED_BY_A_HIT = ("work", "delay", "stall", "prefill", "transfer")
+SAVED_BY_A_HIT = ("work", "delay", "stall", "eviction", "prefill", "transfer")
 """Terms that a prompt in the cache wouldn't have."""
 LOAD_BOUND = 1.25
 """A session leaves its rank when that has more than this times the mean of requests."""

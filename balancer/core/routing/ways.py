@@ -2,8 +2,8 @@
 
 Every function is pure, everything is in seconds (docs/routing.md). For a decode rank e:
 
-    local(e)  = queue + fixed + work + delay + stall + loading
-    remote(e) = min over prefill ranks p of (prefill + transfer) + step + wait
+    local(e)  = queue + fixed + work + delay + stall + eviction + loading
+    remote(e) = min over prefill ranks p of (prefill + transfer) + step + wait + eviction
 
     queue     prefill work sent there before, not yet done
     fixed     what a first token costs however short the prompt is
@@ -12,6 +12,8 @@ Every function is pure, everything is in seconds (docs/routing.md). For a decode
     stall     what this work costs the requests that decode there: on a decode instance each of
               them was promised not to be disturbed, and the fuller its memory, the longer those
               wait that can't even start
+    eviction  what the request pushes out of the cache, as far as others will ask for it; of a remote
+              way the answer only, since what is pushed out for the prompt is priced where it is computed
     loading   bringing to the GPU what lies on slower tiers: (1 - weight) of computing it
     prefill   local(p) for one token of output
     transfer  as learned for this pair, for what e lacks
@@ -26,40 +28,11 @@ import msgspec
 
 from balancer.core.load.ledger import RankLoad, TransferRates
 from balancer.core.routing.plan import Choice
+from balancer.core.routing.terms import LEAST_PRICE, eviction_s, queued_s, stall_weight, work_price
 
-WORK_PRICE = 0.25
-"""Least price of work, X, on an idle fleet: computing twice what could be computed once is never
-free, so siblings wait for a prompt in flight rather than repeat it next door."""
-MAX_SHARE = 0.9
-STALL = 0.15
-STALL_ON_DECODE = 0.5
-"""On a decode instance every stalled stream was promised not to be."""
-HEAD_DONE = 0.9
-"""The oldest queued prompt counts as done up to this part, however late it is."""
-MAX_MEMORY_SHARE = 0.97
-GROW = 0.5
-"""Of the mean output: what each request in flight still adds, on average."""
 OWN_TERMS = frozenset({"queue", "fixed", "work", "loading", "transfer", "step", "wait"})
 """What the request itself waits for; the rest is what it costs others."""
-WAY_TERMS = OWN_TERMS | {"delay", "stall", "prefill"}
-
-
-class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """KV memory of one rank, were the request there."""
-
-    active_tokens: float
-    """In use by requests in flight, their outputs so far included."""
-    need_tokens: float
-    """Of the request's prompt, what nobody uses there now."""
-    capacity_tokens: int
-
-    def with_growth(self, load: RankLoad) -> float:
-        """Tokens in use once everybody has grown by what is expected."""
-        return self.active_tokens + self.need_tokens + grow_tokens(load)
-
-    def share(self, load: RankLoad) -> float:
-        """U: of the capacity, at most MAX_MEMORY_SHARE."""
-        return min(MAX_MEMORY_SHARE, self.with_growth(load) / self.capacity_tokens)
+WAY_TERMS = OWN_TERMS | {"delay", "stall", "eviction", "prefill"}
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -69,32 +42,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     transfer: TransferRates
 
 
-def grow_tokens(load: RankLoad) -> float:
-    """What the requests in flight, and one more, still add."""
-    return GROW * load.rates.output_tokens * (load.requests + 1)
-
-
-def queued_s(load: RankLoad) -> float:
-    """Seconds until the rank has done the prefill work it was sent."""
-    if load.oldest_queued_s is None:
-        return 0.0
-    rates = load.rates
-    head_s = rates.prefill_s_per_token * load.head_tokens + rates.fixed_s
-    all_s = rates.prefill_s_per_token * load.queued_tokens + rates.fixed_s
-    return all_s - min(load.head_progress_s, HEAD_DONE * head_s)
-
-
-def stall_weight(memory_share: float, *, on_decode: bool) -> float:
-    """Per request that decodes there and second of work."""
-    if not on_decode:
-        return STALL
-    return STALL_ON_DECODE * (1 + 2 * memory_share / (1 - memory_share))
-
-
 def local_terms(
     load: RankLoad,
     *,
     uncached_tokens: float,
+    output_tokens: float,
     loading_tokens: float,
     memory_share: float,
     on_decode: bool,
@@ -103,10 +55,7 @@ def local_terms(
     rates = load.rates
     work_s = rates.prefill_s_per_token * uncached_tokens
     queue_s = queued_s(load)
-    share = min(MAX_SHARE, max(load.work_share, memory_share * memory_share))
-    # Who comes while it is computed waits for the rest of it only: half, on average.
-    ahead_s = queue_s + rates.fixed_s + work_s / 2
-    price = WORK_PRICE + load.arrivals_per_s * ahead_s / (1 - share)
+    price = work_price(load, queue_s=queue_s, work_s=work_s, memory_share=memory_share)
     terms = {
         "queue": queue_s,
         "fixed": rates.fixed_s,
@@ -114,13 +63,19 @@ def local_terms(
         "delay": work_s * price,
         "stall": stall_weight(memory_share, on_decode=on_decode) * load.decoding * work_s,
     }
+    if load.reuse_chance:
+        terms["eviction"] = eviction_s(
+            load, new_tokens=uncached_tokens + output_tokens, work_price=price
+        )
     if loading_tokens:
         # It takes no compute: nobody behind or beside it waits for that.
         terms["loading"] = rates.prefill_s_per_token * loading_tokens
     return terms
 
 
-def remote_terms(load: RankLoad, offer: Offer, *, uncached_tokens: int) -> dict[str, float]:
+def remote_terms(
+    load: RankLoad, offer: Offer, *, uncached_tokens: int, output_tokens: float
+) -> dict[str, float]:
     """What it takes if `offer` computes the prompt and hands over what the rank lacks."""
     rates = load.rates
     transfer_s = offer.transfer.seconds(uncached_tokens)
@@ -129,6 +84,8 @@ def remote_terms(load: RankLoad, offer: Offer, *, uncached_tokens: int) -> dict[
         "transfer": transfer_s,
         "step": rates.step_s + rates.step_s_per_request * load.requests,
     }
+    if load.reuse_chance:
+        terms["eviction"] = eviction_s(load, new_tokens=output_tokens, work_price=LEAST_PRICE)
     if load.oldest_queued_s is not None:
         # Engines admit nobody while a long prompt takes all the tokens of their steps.
         ready_s = own_s(offer.prefill) + transfer_s

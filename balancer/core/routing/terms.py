@@ -1,0 +1,121 @@
+"""The terms of the cost, each a pure function in seconds (docs/routing.md says what each is for).
+
+Whether a term counts for the request itself or for others, and for which way to a first token, is for
+`core.routing.ways` and `core.routing.cost` to say.
+
+Cost: a few arithmetic operations each.
+"""
+
+import msgspec
+
+from balancer.core.load.ledger import RankLoad
+
+LEAST_PRICE = 0.25
+"""Least price of work, X, on an idle fleet: computing twice what could be computed once is never
+free, so siblings wait for a prompt in flight rather than repeat it next door."""
+MAX_SHARE = 0.9
+STALL = 0.15
+STALL_ON_DECODE = 0.5
+"""On a decode instance every stalled stream was promised not to be."""
+HEAD_DONE = 0.9
+"""The oldest queued prompt counts as done up to this part, however late it is."""
+MAX_MEMORY_SHARE = 0.97
+GROW = 0.5
+"""Of the mean output: what each request in flight still adds, on average."""
+MEMORY_WEIGHT = 0.3
+LEAST_ACTIVE_SHARE = 0.1
+EVICTION_WEIGHT = 2.0
+DECODE_WEIGHT = 0.25
+RECENT_WEIGHT = 0.3
+RECENT_PROMPTS = 1
+RECENT_MIN_TOKENS = 256
+"""In tiny prompts one shared block is most of the work, and still no reason to pile up."""
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """KV memory of one rank, were the request there."""
+
+    active_tokens: float
+    """In use by requests in flight, their outputs so far included."""
+    need_tokens: float
+    """Of the request's prompt, what nobody uses there now."""
+    capacity_tokens: int
+
+    def with_growth(self, load: RankLoad) -> float:
+        """Tokens in use once everybody has grown by what is expected."""
+        return self.active_tokens + self.need_tokens + grow_tokens(load)
+
+    def share(self, load: RankLoad) -> float:
+        """U: of the capacity, at most MAX_MEMORY_SHARE."""
+        return min(MAX_MEMORY_SHARE, self.with_growth(load) / self.capacity_tokens)
+
+
+def grow_tokens(load: RankLoad) -> float:
+    """What the requests in flight, and one more, still add."""
+    return GROW * load.rates.output_tokens * (load.requests + 1)
+
+
+def queued_s(load: RankLoad) -> float:
+    """Seconds until the rank has done the prefill work it was sent."""
+    if load.oldest_queued_s is None:
+        return 0.0
+    rates = load.rates
+    head_s = rates.prefill_s_per_token * load.head_tokens + rates.fixed_s
+    all_s = rates.prefill_s_per_token * load.queued_tokens + rates.fixed_s
+    return all_s - min(load.head_progress_s, HEAD_DONE * head_s)
+
+
+def work_price(load: RankLoad, *, queue_s: float, work_s: float, memory_share: float) -> float:
+    """X: seconds that others lose per second of work; observed per rank, not configured."""
+    share = min(MAX_SHARE, max(load.work_share, memory_share * memory_share))
+    # Who comes while it is computed waits for the rest of it only: half, on average.
+    ahead_s = queue_s + load.rates.fixed_s + work_s / 2
+    return LEAST_PRICE + load.arrivals_per_s * ahead_s / (1 - share)
+
+
+def stall_weight(memory_share: float, *, on_decode: bool) -> float:
+    """Per request that decodes there and second of work."""
+    if not on_decode:
+        return STALL
+    return STALL_ON_DECODE * (1 + 2 * memory_share / (1 - memory_share))
+
+
+def memory_s(load: RankLoad, memory: MemoryUse) -> float:
+    """The wait until enough is free, and a price that rises as little is left."""
+    decode_s, capacity = load.rates.decode_s, memory.capacity_tokens
+    over = memory.with_growth(load) - capacity
+    freed = max(memory.active_tokens, LEAST_ACTIVE_SHARE * capacity)
+    wait_s = decode_s * max(0.0, over) / freed
+    share = memory.share(load)
+    taken = min(1.0, (memory.need_tokens + grow_tokens(load)) / capacity)
+    return wait_s + MEMORY_WEIGHT * decode_s * taken * share / (1 - share)
+
+
+def eviction_s(load: RankLoad, *, new_tokens: float, work_price: float) -> float:
+    """Computing anew what `new_tokens` push out of the cache, as far as it is asked for again."""
+    pushed_tokens = max(0.0, new_tokens - load.free_tokens)
+    again_s = load.rates.prefill_s_per_token * pushed_tokens * (1 + work_price)
+    return EVICTION_WEIGHT * load.reuse_chance * again_s
+
+
+def in_flight_s(load: RankLoad, *, output_tokens: float) -> float:
+    """Its own decode steps, slowed by those in flight, and how it slows theirs."""
+    # The first token belongs to the prompt: an answer of one token takes no decode step.
+    steps = output_tokens - 1
+    if steps <= 0:
+        return 0.0
+    rates = load.rates
+    step_s = rates.step_s + rates.step_s_per_request * (2 * load.requests + 1)
+    return DECODE_WEIGHT * steps * step_s
+
+
+def recent_s(load: RankLoad, *, prompt_tokens: int, mean_recent_s: float) -> float:
+    """A share of the whole prompt's work, from -RECENT_WEIGHT to RECENT_WEIGHT.
+
+    Without it, requests so far apart that nothing is ever in flight would all follow a first
+    block that every prompt shares. Scale-free: pace, speed and prompt length cancel out. The
+    prompt's own work in the denominator keeps the first few requests from counting for much.
+    """
+    prompt_s = load.rates.prefill_s_per_token * max(prompt_tokens, RECENT_MIN_TOKENS)
+    excess = (load.recent_work_s - mean_recent_s) / (mean_recent_s + RECENT_PROMPTS * prompt_s)
+    return RECENT_WEIGHT * min(excess, 1.0) * prompt_s
