@@ -15,16 +15,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import msgspec
 
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
+from kvlb.bench.traces import DATA
 from simulator.core.types import TokenArray
 
 MODEL = "m"
-DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvlb.cli.benching import bench
 from kvlb.cli.checking import audit, doctor, record
 from kvlb.cli.config_file import config
 from kvlb.cli.looking import events, explain
@@ -65,3 +66,4 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(config)
+app.add_typer(bench)
