@@ -282,7 +282,8 @@ class BalancerMetrics:
 
     def on_prediction(self, leg: LegRecord, outcome: str) -> None:
         """Count what a finished leg has shown of the index."""
-        self._predictions[leg.kind, self._alias(leg), outcome].value += 1
+        alias = leg.alias if leg.alias in self._names().aliases else OTHER
+        self._predictions[leg.kind, alias, outcome].value += 1
 
     def forget_absent(self, fleet: Fleet) -> None:
         """Drop the series of instances that are not in `fleet` any more."""
@@ -307,7 +308,10 @@ class BalancerMetrics:
             if prefilled is not None:
                 outcome = "run"
             else:
-                outcome = "failed" if "prefill" in [leg.kind for leg in legs] else "skipped"
+                outcome = "skipped"
+                for each in legs:
+                    if each.kind == "prefill":
+                        outcome = "failed"
             self._prefill_legs[outcome, str(plan.reason)].value += 1
             self._pd.observe(record, plan)
         if record.prompt_tokens is not None and record.chosen_tokens is not None:

@@ -19,7 +19,7 @@ from balancer.core.fleet.snapshot import Role
 from balancer.core.http.headers import Headers, drop_header, find_header, pass_answer_headers
 from balancer.core.http.openai_errors import render_error_event
 from balancer.core.http.sse import SseReader
-from balancer.core.http.usage import Usage, decode_head, read_usage
+from balancer.core.http.usage import Usage, usage_of
 from balancer.core.http.usage_splice import with_details
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.routing.plan import RoutePlan
@@ -52,7 +52,11 @@ class AnswerPasser:
     def pass_generated(self, decoded: DecodeAnswer, *, withhold_usage: bool) -> Awaitable[None]:
         """Pass on the answer to a chat or completions request."""
         answer = decoded.answer
-        headers = self._answer_headers(answer.headers, self._own_headers(decoded.plan))
+        own = plan_headers(decoded.plan)
+        encode = self._record.encode
+        if encode is not None:
+            own = (*own, *encode_headers(encode))
+        headers = self._answer_headers(answer.headers, own)
         if answer.is_event_stream:
             return self._pass_events(decoded, headers, withhold_usage=withhold_usage)
         if answer.is_encoded:
@@ -150,7 +154,7 @@ class AnswerPasser:
             await self._pass_rest(answer, held)
             return
         decoded.guard.first_token()
-        _note_body(decoded, held)
+        _note_usage(decoded, usage_of(held))
         if decoded.keep is not None:
             decoded.keep(held)
         details = self._details(decoded)
@@ -208,13 +212,10 @@ class AnswerPasser:
         shown = own if self._headers == "full" else ()
         if shown and self._record.retries:
             shown = (*shown, (b"x-kvlb-retries", str(self._record.retries).encode()))
-        return (*pass_answer_headers(engine), *shown, *self._id_headers())
-
-    def _own_headers(self, plan: RoutePlan) -> Headers:
-        encode = self._record.encode
-        if encode is None:
-            return plan_headers(plan)
-        return (*plan_headers(plan), *encode_headers(encode))
+        passed = pass_answer_headers(engine)
+        if self._headers == "off":
+            return passed
+        return (*passed, *shown, (b"x-request-id", self._record.request_id.encode()))
 
     def _id_headers(self) -> Headers:
         if self._headers == "off":
@@ -315,11 +316,6 @@ async def _more(answer: UpstreamAnswer, first: bytes) -> bytes:
     while len(held) < _MAX_HELD_BYTES and (chunk := await answer.next_chunk()):
         held += chunk
     return bytes(held)
-
-
-def _note_body(decoded: DecodeAnswer, body: bytes) -> None:
-    head = decode_head(body)
-    _note_usage(decoded, read_usage(head.usage) if head else None)
 
 
 def _note_usage(decoded: DecodeAnswer, usage: Usage | None) -> None:

@@ -30,7 +30,7 @@ from balancer.core.errors import (
     EngineTimeoutError,
     StreamCutError,
 )
-from balancer.core.http.body import Body, pieces, size_bytes, whole
+from balancer.core.http.body import Body, pieces
 
 _MAX_BUFFERED_BYTES: Final = 256 * 1024
 _MAX_HEADER_BYTES: Final = 256 * 1024
@@ -146,7 +146,8 @@ class UpstreamAnswer:
         self.is_encoded = encoding is not None and encoding != b"identity"
         if kind is not None and not self.is_encoded:
             self.is_event_stream = kind.lower().startswith(b"text/event-stream")
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def on_body(self, chunk: bytes) -> bool:
         """Take a piece of the body; False if the engine should be held back."""
@@ -159,12 +160,14 @@ class UpstreamAnswer:
         if not self.has_body:
             self.has_body = True
             self._limit_s = self._idle_timeout_s
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
         return self._buffered_bytes <= _MAX_BUFFERED_BYTES
 
     def on_complete(self) -> None:
         self.is_complete = True
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def on_error(self, error: EngineError) -> None:
         """The rest will not come. What has arrived is still handed out first."""
@@ -200,8 +203,9 @@ class UpstreamAnswer:
             self._waiter = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def look(self, now_s: float) -> None:
         """End it if nothing has come for too long."""
@@ -254,8 +258,8 @@ class Connection(asyncio.Protocol):
         self._headers = []
         if self._transport is None or self._transport.is_closing():
             self._fail_closed(answer)
-        elif size_bytes(body) <= _MAX_BUFFERED_BYTES:
-            self._transport.write(head + whole(body))
+        elif isinstance(body, bytes) and len(body) <= _MAX_BUFFERED_BYTES:
+            self._transport.write(head + body)
         else:
             self._transport.write(head)
             for piece in pieces(body):

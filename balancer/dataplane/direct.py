@@ -20,6 +20,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
@@ -30,6 +31,9 @@ from balancer.dataplane.server_protocols import ExactHttp
 
 class DirectProtocol(ExactHttp):
     """One client connection."""
+
+    cycle: Any
+    """uvicorn's own, a DirectExchange (which has all that uvicorn uses of a cycle), or None."""
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class DirectProtocol(ExactHttp):
             if isinstance(exchange, DirectExchange):
                 exchange.on_gone()
         if isinstance(self.cycle, DirectExchange):
-            self.cycle = None  # type: ignore[assignment]  # uvicorn's own has no type for it either
+            self.cycle = None
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -92,10 +96,8 @@ class DirectProtocol(ExactHttp):
         if target is None:
             self._hand_to_application()
             return
-        before = cast("RequestResponseCycle | None", self.cycle)
-        exchange = DirectExchange(self, target)
-        # Of a cycle, uvicorn uses what DirectExchange has, too.
-        self.cycle = cast("RequestResponseCycle", exchange)
+        before = self.cycle
+        self.cycle = DirectExchange(self, target)
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
         else:
@@ -125,6 +127,14 @@ class DirectProtocol(ExactHttp):
             parsed = httptools.parse_url(self.url)
             path, query = unquote(parsed.path.decode("ascii")), parsed.query or b""
         return (path, query) if self.plane.proxies(path) else None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if not isinstance(cycle, DirectExchange):
+            super()._start_asgi_task(cycle, app)
+            return
+        task = cycle.task = self.loop.create_task(cycle.run())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def _unset_keepalive_if_required(self) -> None:
         """Something has come."""

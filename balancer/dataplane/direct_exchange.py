@@ -74,6 +74,7 @@ class DirectExchange:
         "_expects_continue",
         "_has_body",
         "_head",
+        "_is_cancelled_if_left",
         "_is_chunked",
         "_is_old",
         "_is_read",
@@ -82,7 +83,6 @@ class DirectExchange:
         "_owner",
         "_waiter",
         "_was_left",
-        "_worker",
         "disconnected",
         "headers",
         "keep_alive",
@@ -90,6 +90,7 @@ class DirectExchange:
         "path",
         "query",
         "response_complete",
+        "task",
     )
 
     def __init__(self, owner: Owner, target: tuple[str, bytes]) -> None:
@@ -109,7 +110,9 @@ class DirectExchange:
         self._limit_bytes = HIGH_WATER_LIMIT
         self._is_read = False
         self._waiter: asyncio.Future[None] | None = None
-        self._worker: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[None] | None = None
+        """The one that runs `run`."""
+        self._is_cancelled_if_left = False
         self._was_left = False
         self._head: bytes | None = None
         self._has_body = False
@@ -118,8 +121,8 @@ class DirectExchange:
         """The answer tells its end in no other way."""
         self._left_bytes = 0
 
-    async def run_asgi(self, _app: object) -> None:
-        """Answer; what uvicorn's protocol runs in a task of its own, whatever the answer is."""
+    async def run(self) -> None:
+        """Answer, in a task of its own."""
         self._owner.answering = self
         try:
             await self._owner.plane.handle(self)
@@ -220,23 +223,23 @@ class DirectExchange:
         owner.on_response_complete()
 
     async def abort(self) -> None:
-        """Leave the answer open: `run_asgi` breaks the connection of an unfinished one."""
+        """Leave the answer open: `run` breaks the connection of an unfinished one."""
 
     async def while_present(self, work: Coroutine[Any, Any, None]) -> None:
         if self.disconnected:
             work.close()
             raise ClientGoneError("the client went away")
-        self._worker = asyncio.current_task()
+        self._is_cancelled_if_left = True
         # It may be paused for a request that came before its turn: nobody would see the end.
         self._owner.flow.resume_reading()
         try:
             await work
         except asyncio.CancelledError:
-            if self._was_left and self._worker is not None and not self._worker.uncancel():
+            if self._was_left and self.task is not None and not self.task.uncancel():
                 raise ClientGoneError("the client went away") from None
             raise
         finally:
-            self._worker = None
+            self._is_cancelled_if_left = False
 
     def on_body(self, piece: bytes) -> None:
         """Some of the request's body has come."""
@@ -254,9 +257,9 @@ class DirectExchange:
         """The client has closed the connection, or lost it."""
         self.disconnected = True
         self._wake()
-        if self._worker is not None and not self.response_complete:
+        if self._is_cancelled_if_left and self.task is not None and not self.response_complete:
             self._was_left = True
-            self._worker.cancel()
+            self.task.cancel()
 
     async def _rest_of_body(self) -> None:
         owner = self._owner

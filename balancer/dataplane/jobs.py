@@ -60,18 +60,18 @@ def note_plan(record: RequestRecord, plan: RoutePlan) -> None:
     if record.prompt_tokens is None:
         return
     most = overlap(plan.decode.candidate)
+    record.chosen_tokens = most if plan.prefill is None else overlap(plan.prefill.candidate)
     for considered in (plan.considered, plan.considered_prefill):
         for each in considered:
             candidate = each.candidate
             most = max(most, candidate.overlap_tokens, candidate.predicted_tokens)
     record.available_tokens = most
-    record.chosen_tokens = overlap((plan.prefill or plan.decode).candidate)
 
 
 def note_candidate(leg: LegRecord, candidate: Candidate) -> None:
     """Write down what the index said of the rank that gets the leg."""
     leg.rank = candidate.rank.rank
-    leg.trust = candidate.trust.value
+    leg.trust = str(candidate.trust)
     leg.block_size = candidate.block_size
     if leg.overlap_tokens is not None:
         leg.held_tokens = candidate.overlap_tokens

@@ -63,6 +63,8 @@ class Reliability(Collector):
         self, instances: Sequence[Instance], exclude: frozenset[RankId] = frozenset()
     ) -> Sequence[Instance]:
         """Those that aren't held back; all, if that left none that isn't excluded."""
+        if not self.standings.held_back:
+            return instances
         return self.standings.usable(instances, exclude, self._clock())
 
     def requested(self) -> None:

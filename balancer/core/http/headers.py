@@ -61,9 +61,7 @@ def pass_request_headers(
 
 def pass_answer_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Keep the engine's end-to-end headers, less the request id and our own names."""
-    # Lists all the way: a generator takes a call for each header.
-    passed = _without(headers, _ANSWER_STOPS)
-    return tuple([pair for pair in passed if not pair[0].startswith(b"x-kvlb-")])
+    return tuple(_without(headers, _ANSWER_STOPS, b"x-kvlb-"))
 
 
 def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
@@ -94,13 +92,15 @@ def has_addresses(request_id: str) -> bool:
 
 
 def _without(
-    headers: Iterable[tuple[bytes, bytes]], stops: frozenset[bytes]
+    headers: Iterable[tuple[bytes, bytes]], stops: frozenset[bytes], prefix: bytes | None = None
 ) -> list[tuple[bytes, bytes]]:
+    """Those that are neither stopped nor begin with `prefix`. In one loop: it is run twice a request."""
     passed = []
     named: set[bytes] = set()
     for pair in headers:
-        if pair[0] not in stops:
+        if pair[0] in stops:
+            if pair[0] == b"connection":
+                named.update(token.strip().lower() for token in pair[1].split(b","))
+        elif prefix is None or not pair[0].startswith(prefix):
             passed.append(pair)
-        elif pair[0] == b"connection":
-            named.update(token.strip().lower() for token in pair[1].split(b","))
     return [pair for pair in passed if pair[0] not in named] if named else passed

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -24,7 +26,39 @@ class AnswerHead(msgspec.Struct):
     error: Any = None
 
 
+class _PlainDetails(msgspec.Struct):
+    cached_tokens: _Count | None = None
+
+
+class _PlainUsage(msgspec.Struct):
+    prompt_tokens: _Count
+    completion_tokens: _Count | None = None
+    prompt_tokens_details: _PlainDetails | None = None
+
+
+class _PlainAnswer(msgspec.Struct):
+    """An answer as engines write it, save the odd ones: those are read tolerantly."""
+
+    usage: _PlainUsage
+
+
 _HEAD: Final = msgspec.json.Decoder(AnswerHead)
+_PLAIN: Final = msgspec.json.Decoder(_PlainAnswer)
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """The usage of a whole answer; None if it tells none."""
+    try:
+        told = _PLAIN.decode(body).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        head = decode_head(body)
+        return None if head is None else read_usage(head.usage)
+    details = told.prompt_tokens_details
+    return Usage(
+        prompt_tokens=told.prompt_tokens,
+        completion_tokens=told.completion_tokens,
+        cached_tokens=None if details is None else details.cached_tokens,
+    )
 
 
 def decode_head(data: bytes | bytearray) -> AnswerHead | None:
