@@ -1,0 +1,172 @@
+"""`kvlb bench routing`: what to run, with a progress bar, and what came of it."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvlb.bench.markdown import render_markdown
+from kvlb.bench.oracle import OracleJob, OracleResult, search
+from kvlb.bench.plots import render_page
+from kvlb.bench.pool import Task, done_each
+from kvlb.bench.report import (
+    Column,
+    Place,
+    as_json,
+    columns,
+    show_column,
+    show_oracle,
+    show_summary,
+)
+from kvlb.bench.run import Job, Scenario, run
+from kvlb.bench.saturation import SATURATION, find_saturation
+from kvlb.errors import SettingsError
+
+PER_CENT = 100
+FILE_WIDTH = 150
+"""Columns of what is printed into a file."""
+
+
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for."""
+
+    workloads: Sequence[str]
+    engines: Sequence[int]
+    loads: Sequence[int]
+    """Per cent of saturation."""
+    policies: Sequence[str]
+    seeds: int
+    first_seed: int = 0
+    processes: int = 1
+    one_slow: bool = False
+    oracle_moves: int = 0
+    """Of each search, at the highest load and the first seed; 0: no search."""
+    out: Path | None = None
+    command: str = "kvlb bench routing"
+    """To be written onto the page."""
+
+
+def calibrate(options: BenchOptions, console: Console) -> None:
+    """Find what fleets carry, and print it as `saturation` keeps it."""
+    places = product(options.workloads, options.engines)
+    tasks = [Task(find_saturation, place) for place in places]
+    found = done_each(tasks, options.processes)
+    for (name, engines), speed in found:
+        console.print(f'    ("{name}", {engines}): {speed:.4g},', highlight=False)
+
+
+def bench(options: BenchOptions, console: Console) -> list[Column]:
+    """Run all of it, print tables, write files if a folder was named."""
+    started_s = time.monotonic()
+    places = _places(options)
+    tasks = [*_searches(options, places), *_runs(options, places)]
+    done = list(_watched(tasks, options.processes, console))
+    runs = [(job, result) for job, result in done if isinstance(job, Job)]
+    found = sorted(
+        (result for job, result in done if isinstance(job, OracleJob)),
+        key=lambda result: list(places).index(_place(result)),
+    )
+    measured = columns(places, runs, options.policies)
+    for column in measured:
+        show_column(column, console)
+    show_summary(measured, console)
+    show_oracle(found, console)
+    took_s = time.monotonic() - started_s
+    console.print(f"{len(runs)} runs in {took_s:.0f} s, {options.seeds} seeds.", style="dim")
+    if options.out is not None:
+        _write(options, measured, found, took_s)
+    return measured
+
+
+def _places(options: BenchOptions) -> dict[Place, float]:
+    """Every column, with its speed."""
+    places = {}
+    for workload, engines, load in product(options.workloads, options.engines, options.loads):
+        if (workload, engines) not in SATURATION:
+            known = sorted({count for name, count in SATURATION if name == workload})
+            raise SettingsError(
+                f"--engines: {workload} was calibrated for {known} engines, not for {engines}"
+            )
+        place = Place(
+            workload=workload, engines=engines, load=load / PER_CENT, one_slow=options.one_slow
+        )
+        places[place] = SATURATION[workload, engines] * place.load
+    return places
+
+
+def _scenario(place: Place, speed: float, seed: int) -> Scenario:
+    return Scenario(
+        workload=place.workload,
+        engines=place.engines,
+        speed=speed,
+        seed=seed,
+        one_slow=place.one_slow,
+    )
+
+
+def _runs(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    return [
+        Task(run, Job(scenario=_scenario(place, speed, seed), policy=policy))
+        for (place, speed), seed, policy in product(places.items(), seeds, options.policies)
+    ]
+
+
+def _searches(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
+    """They take longest, so they come first."""
+    if not options.oracle_moves or options.one_slow:
+        return []
+    highest = max(options.loads) / PER_CENT
+    return [
+        Task(
+            search,
+            OracleJob(
+                scenario=_scenario(place, speed, options.first_seed),
+                load=place.load,
+                policies=options.policies,
+                moves=options.oracle_moves,
+            ),
+        )
+        for place, speed in places.items()
+        if place.load == highest
+    ]
+
+
+def _place(result: OracleResult) -> Place:
+    scenario = result.scenario
+    return Place(workload=scenario.workload, engines=scenario.engines, load=result.load)
+
+
+def _watched(tasks: Sequence[Task], processes: int, console: Console) -> Iterator[tuple[Any, Any]]:
+    """Results, with a progress bar."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        bar = progress.add_task("runs", total=len(tasks))
+        for job, result in done_each(tasks, processes):
+            each = job.scenario
+            progress.update(bar, advance=1, description=f"{each.workload}, {each.engines} engines")
+            yield job, result
+
+
+def _write(
+    options: BenchOptions, measured: Sequence[Column], found: Sequence[OracleResult], took_s: float
+) -> None:
+    assert options.out is not None  # noqa: S101 - asked before
+    options.out.mkdir(parents=True, exist_ok=True)
+    whole = {"columns": as_json(measured), "oracle": msgspec.to_builtins(found)}
+    page = render_markdown(measured, found, command=options.command, minutes=took_s / 60)
+    (options.out / "routing.json").write_text(json.dumps(whole, indent=1))
+    (options.out / "routing.md").write_text(page)
+    (options.out / "routing.html").write_text(render_page(measured, title=options.command))
