@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Off, it costs a look at `is_on` (`step`: calls that do nothing); `traceparent` and `tracestate` of the client pass to
-   both legs as they are, like any other header.
+1. Off, it costs a look at `is_on`; `traceparent` and `tracestate` of the client pass to both legs as
+   they are, like any other header.
 2. On, each leg is a span of its own, and its engine is told that span as parent.
 3. A span never holds prompts, keys or addresses.
 """

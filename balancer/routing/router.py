@@ -196,9 +196,12 @@ class Router:
         if prefill_failed and not self._pd.allow_local_on_failure:
             raise PrefillFailedError("prefill failed, and decode instances may not stand in")
         question = await self._ask(fleet, request, prompt)
-        with self._tracing.step("plan") as step:
+        if self._tracing.is_on:
+            with self._tracing.step("plan") as step:
+                plan = self._plan(fleet, question, exclude, prefill_failed=prefill_failed)
+                step.note("kvlb.reason", plan.reason.value)
+        else:
             plan = self._plan(fleet, question, exclude, prefill_failed=prefill_failed)
-            step.note("kvlb.reason", plan.reason.value)
         self._policy.chosen(plan.decode.candidate.rank)
         if plan.prefill:
             self._policy.chosen(plan.prefill.candidate.rank)
@@ -249,9 +252,12 @@ class Router:
 
     async def _ask(self, fleet: Fleet, request: GenerateRequest, prompt: PromptView) -> Question:
         matched_s = self._clock()
-        with self._tracing.step("match") as step:
-            by_rank, outcome = await self._match(prompt.prompts)
-            step.note("kvlb.lookup", outcome)
+        if self._tracing.is_on:
+            with self._tracing.step("match") as step:
+                by_rank, outcome = await self._match(prompt.prompts)
+                step.note("kvlb.lookup", outcome)
+        else:
+            by_rank, _ = await self._match(prompt.prompts)
         if by_rank:
             self.learn(fleet, by_rank[0])
         matches = PromptMatches(

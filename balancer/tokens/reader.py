@@ -73,7 +73,9 @@ class PromptReader:
             self._limits.check_count(request)
             shape = shape_prompt(request)
             if isinstance(shape, IdsShape):
-                ids = [truncate_ids(each, shape.truncation) for each in shape.prompts]
+                ids: Sequence[Sequence[int]] = shape.prompts
+                if shape.truncation is not None:
+                    ids = [truncate_ids(each, shape.truncation) for each in ids]
                 return PromptView(prompts=self._pack(fleet, request, ids), source="ids")
             if isinstance(shape, ChatShape) and shape.has_media:
                 return await self._read_before_media(fleet, request, shape)
@@ -148,6 +150,6 @@ def _prompts(
         model=request.base_model, lora=request.lora, cache_salt=request.cache_salt
     )
     try:
-        return tuple(Prompt(namespace, each, creditable_tokens=creditable_tokens) for each in ids)
+        return tuple([Prompt(namespace, each, creditable_tokens=creditable_tokens) for each in ids])
     except (OverflowError, TypeError) as error:
         raise UnscorableError(Unscorable.BAD_TOKENS) from error

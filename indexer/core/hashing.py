@@ -13,11 +13,11 @@ Cost: 0.12 µs per block of 16 tokens; packing a Python list of ints costs about
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from struct import iter_unpack
 from sys import byteorder
 from typing import cast
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 from indexer.core.types import BlockKey
@@ -25,15 +25,17 @@ from indexer.core.types import BlockKey
 TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Namespace:
+class Namespace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What must be equal, besides tokens, for two prompts to share cache blocks."""
 
     model: str
     """Base model, never an adapter or an alias."""
     lora: str | None = None
-    cache_salt: str | None = field(default=None, repr=False)
-    """Secret of a tenant: hashed, never logged or stored."""
+    cache_salt: str | None = None
+    """Secret of a tenant: hashed, never logged, shown or stored."""
+
+    def __repr__(self) -> str:
+        return f"Namespace(model={self.model!r}, lora={self.lora!r})"
 
 
 def root_key(namespace: Namespace) -> BlockKey:
@@ -52,7 +54,11 @@ def _named(part: str | None) -> bytes:
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Token ids as little-endian uint32. Raises OverflowError or TypeError for anything else."""
-    packed = array("I", token_ids)
+    if isinstance(token_ids, list):  # twice as fast as by iteration
+        packed = array("I")
+        packed.fromlist(token_ids)
+    else:
+        packed = array("I", token_ids)
     if byteorder == "big":  # pragma: no cover - no big-endian machine to run it on
         packed.byteswap()
     return packed.tobytes()

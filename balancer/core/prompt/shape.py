@@ -70,8 +70,7 @@ class Truncation:
     keeps_start: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdsShape:
+class IdsShape(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Prompts given as token ids."""
 
     prompts: tuple[Sequence[int], ...]

@@ -73,17 +73,18 @@ class Turns:
 
 
 def _ordered(choices: Sequence[Choice], keys: Keys, draw: TieBreak, turns: Turns) -> list[Choice]:
-    """By these keys; equals by turns, and who never had one by draw."""
+    """By these keys, equals by turns."""
     if len(set(keys)) < len(keys):
-        keys = [
-            (*key, *turns.place(choice.candidate))
-            for key, choice in zip(keys, choices, strict=True)
-        ]
-        if len(set(keys)) < len(keys):
-            keys = [
-                (*key, draw(choice.candidate.rank))
-                for key, choice in zip(keys, choices, strict=True)
-            ]
+        both = zip(keys, choices, strict=True)
+        keys = [(*key, *turns.place(choice.candidate)) for key, choice in both]
+    return _drawn(choices, keys, draw)
+
+
+def _drawn(choices: Sequence[Choice], keys: Keys, draw: TieBreak) -> list[Choice]:
+    """By these keys, equals by a draw."""
+    if len(set(keys)) < len(keys):
+        both = zip(keys, choices, strict=True)
+        keys = [(*key, draw(choice.candidate.rank)) for key, choice in both]
     return [choices[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
 
 
@@ -130,7 +131,7 @@ class RoundRobin:
         self, shape: RequestShape, candidates: Sequence[LoadedCandidate], draw: TieBreak
     ) -> list[Choice]:
         choices = estimate_all(shape, candidates)
-        return _ordered(choices, [() for _ in choices], draw, self._turns)
+        return _drawn(choices, [self._turns.place(each.candidate) for each in choices], draw)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)
