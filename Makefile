@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test check fix bench bench-overhead chaos lint types contracts unit e2e deep soak sabotage clean services test-engine
+.PHONY: help demo docs test check fix bench bench-overhead bench-peers chaos lint types contracts unit e2e deep soak sabotage clean services test-engine
 
 help: ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +75,9 @@ bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RE
 
 bench-overhead: $(READY) ## CPU, latency and memory of proxying, beside nginx, haproxy and two Rust routers. Six minutes.
 	$(BIN)/python -m benchmarks overhead
+
+bench-peers: $(READY) ## Routing in real time beside vllm-router and sglang-router. By hand: 65 minutes.
+	$(BIN)/python -m benchmarks peers
 
 chaos: $(READY) ## A simulated fleet whose engines die, hang and lose the network: 10 x 2,000 requests. By hand: 20 minutes.
 	$(BIN)/python -m benchmarks.chaos

@@ -28,6 +28,8 @@ class Benchmark:
     module: str
     title: str
     method: str
+    only_if_named: bool = False
+    """It takes too long to be run with the others."""
 
 
 BENCHMARKS = (
@@ -69,6 +71,14 @@ BENCHMARKS = (
         "kvlb. kvlb writes its log line, metrics and decision log for each request; the others log "
         "nothing. Of figures from a shared machine, the ratios carry over.",
     ),
+    Benchmark(
+        "peers",
+        "Routing beside other routers",
+        "Real time, over HTTP and ZMQ, four simulated engines with limited caches: docs/peers.md. Seconds; "
+        "means over valid repetitions, then kvlb's less each of the others', paired by repetition, "
+        "with 95 % intervals.",
+        only_if_named=True,
+    ),
 )
 
 
@@ -92,7 +102,9 @@ def main() -> None:
     names = [each.module for each in BENCHMARKS]
     options = argparse.ArgumentParser(prog="python -m benchmarks")
     options.add_argument("name", nargs="*", help=", ".join(names))
-    wanted = options.parse_args().name or names
+    wanted = options.parse_args().name or [
+        each.module for each in BENCHMARKS if not each.only_if_named
+    ]
     if unknown := set(wanted) - set(names):
         options.error(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
     earlier = sections(RESULTS.read_text()) if RESULTS.exists() else {}

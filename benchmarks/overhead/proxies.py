@@ -22,12 +22,15 @@ START_S = 30
 MANY = 100_000
 
 
+Command = Callable[[Path, int, Sequence[EngineAddress]], list[str]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxy:
     """One proxy in one setting."""
 
     name: str
-    command: Callable[[Path, int, Sequence[EngineAddress]], list[str]]
+    command: Command
     """Of its directory, its port and the engines."""
     is_full: bool = False
     """Follows KV events and is asked with long prompts."""
@@ -92,11 +95,15 @@ def _haproxy(directory: Path, port: int, engines: Sequence[EngineAddress]) -> li
     return [find_program("haproxy") or "haproxy", "-db", "-q", "-f", f"{directory}/haproxy.cfg"]
 
 
-def _vllm(policy: str) -> Callable[[Path, int, Sequence[EngineAddress]], list[str]]:
+def vllm_router(
+    policy: str, *options: str, model: str = MODEL, block_size: int = BLOCK_SIZE
+) -> Command:
+    """How it is started; events are followed if the policy is by events."""
+
     def command(_: Path, port: int, engines: Sequence[EngineAddress]) -> list[str]:
         events: list[str] = []
         if policy == "kv_aware":
-            events = ["--kv-event-block-size", str(BLOCK_SIZE), "--kv-event-model", MODEL]
+            events = ["--kv-event-block-size", str(block_size), "--kv-event-model", model]
             for each in engines:
                 source = f"{each.url}=tcp://127.0.0.1:{each.events}"
                 replay = f"{each.url}=tcp://127.0.0.1:{each.replay}"
@@ -107,12 +114,15 @@ def _vllm(policy: str) -> Callable[[Path, int, Sequence[EngineAddress]], list[st
             *("--worker-startup-check-interval", "1", "--log-level", "warning"),
             *("--max-concurrent-requests", str(MANY), "--prometheus-port", str(free_port())),
             *events,
+            *options,
         ]
 
     return command
 
 
-def _sglang(policy: str) -> Callable[[Path, int, Sequence[EngineAddress]], list[str]]:
+def sglang_router(policy: str) -> Command:
+    """How it is started."""
+
     def command(_: Path, port: int, engines: Sequence[EngineAddress]) -> list[str]:
         return [
             *(str(peers.command("sglang-router")), "launch", "--host", "127.0.0.1"),
@@ -125,7 +135,9 @@ def _sglang(policy: str) -> Callable[[Path, int, Sequence[EngineAddress]], list[
     return command
 
 
-def _kvlb(policy: str) -> Callable[[Path, int, Sequence[EngineAddress]], list[str]]:
+def kvlb(policy: str) -> Command:
+    """How it is started, events followed."""
+
     def command(_: Path, port: int, engines: Sequence[EngineAddress]) -> list[str]:
         instances: list[str] = []
         for each in engines:
@@ -139,26 +151,32 @@ def _kvlb(policy: str) -> Callable[[Path, int, Sequence[EngineAddress]], list[st
     return command
 
 
-def _peer(name: str) -> Callable[[], str | None]:
+def needs_peer(name: str) -> Callable[[], str | None]:
+    """Whether it can be had from PyPI."""
     return lambda: peers.install(name)
 
 
 PROXIES = (
     Proxy(name=NGINX, command=_nginx, missing=_needs("nginx")),
     Proxy(name=HAPROXY, command=_haproxy, missing=_needs("haproxy")),
-    Proxy(name=VLLM_ROUND_ROBIN, command=_vllm("round_robin"), missing=_peer("vllm-router")),
+    Proxy(
+        name=VLLM_ROUND_ROBIN, command=vllm_router("round_robin"), missing=needs_peer("vllm-router")
+    ),
     Proxy(
         name=SGLANG_ROUND_ROBIN,
-        command=_sglang("round_robin"),
+        command=sglang_router("round_robin"),
         takes_ids=False,
         ready="/readiness",
-        missing=_peer("sglang-router"),
+        missing=needs_peer("sglang-router"),
     ),
-    Proxy(name=KVLB_ROUND_ROBIN, command=_kvlb("round_robin"), ready="/ready"),
+    Proxy(name=KVLB_ROUND_ROBIN, command=kvlb("round_robin"), ready="/ready"),
     Proxy(
-        name=VLLM_KV_AWARE, command=_vllm("kv_aware"), is_full=True, missing=_peer("vllm-router")
+        name=VLLM_KV_AWARE,
+        command=vllm_router("kv_aware"),
+        is_full=True,
+        missing=needs_peer("vllm-router"),
     ),
-    Proxy(name=KVLB_FULL, command=_kvlb("kvlb"), is_full=True, ready="/ready"),
+    Proxy(name=KVLB_FULL, command=kvlb("kvlb"), is_full=True, ready="/ready"),
 )
 
 
