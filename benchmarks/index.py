@@ -32,13 +32,11 @@ from benchmarks.index_workload import (
 )
 from benchmarks.naive_index import NaiveIndex
 from benchmarks.waiting_client import waiting_client
-from indexer.turns import Turns
+from indexer.turns import TURN_S, Turns
 
 RUNS = 9
 STREAM_BLOCKS = 40_000
 BLOCKS_PER_S = 50_000
-TURN_S = 0.00025
-"""How long events may keep the loop, as in `indexer.subscriber`."""
 BURST_S = 0.001
 """Events of several engines come together, with nothing to do in between."""
 CELL_S = 2.0

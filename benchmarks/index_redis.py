@@ -25,7 +25,6 @@ import uvloop
 from benchmarks.redis_commands import measure_long_commands
 from benchmarks.redis_workload import (
     BLOCK_SIZE,
-    TURN_S,
     WrittenRank,
     draw,
     event_frames,
@@ -37,6 +36,7 @@ from indexer.redis_index.connection import RedisConnection, Script
 from indexer.redis_index.packing import PackedKeys
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
+from indexer.turns import TURN_S
 
 RATE = 50_000
 PAUSE_S = 0.001

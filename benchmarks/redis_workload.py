@@ -26,7 +26,7 @@ from indexer.rank_keeper import RankKeeper
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
-from indexer.turns import Turns
+from indexer.turns import TURN_S, Turns
 
 MODEL = "model"
 BLOCK_SIZE = 16
@@ -36,8 +36,6 @@ ANSWERS = round(STORE_BLOCKS * 0.3 / 0.7)
 """One-hash stores that follow each long one."""
 EVENTS_PER_FRAME = 8
 KEPT_CONVERSATIONS = 8
-TURN_S = 0.00025
-"""How long a rank may keep the loop, as in the indexer."""
 
 
 def draw(seed: int) -> random.Random:

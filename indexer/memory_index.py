@@ -6,7 +6,8 @@ Rules:
    held is asked of the tables that events write (`core.held_tables`).
 2. Of all others (window groups; writers that share nothing) there is a set per tier.
 3. Either answers "is this block held", and held means reachable, so a rank's depth is found by
-   bisection: 11 probes for 2,048 blocks. A rank leaves with its sets, or its tables.
+   bisection: 11 probes for 2,048 blocks, of those that any rank has. A rank leaves with its sets, or
+   its tables.
 
 Cost: nothing per block of a shared group, 30 to 60 bytes per (block, holder) of another, beside the
 key itself.
@@ -30,6 +31,8 @@ from indexer.core.index import (
     GroupSpec,
     Holds,
     IndexSize,
+    KnownBlocks,
+    KnownPart,
     PrefixMatch,
     Prompt,
     RankUpdate,
@@ -80,6 +83,8 @@ class _Life:
     fulls: list[_Holding] = field(default_factory=list)
     """Lowest group number first."""
     others: list[_Holding] = field(default_factory=list)
+    only: SharedBlocks | None = None
+    """What the one group holds, if there is one and its writer shares it."""
     block_size: int | None = None
     """Of the first full group."""
     step_tokens: int = 1
@@ -91,6 +96,7 @@ class _Life:
         self.fulls = [each for each in ordered if each.spec.kind is GroupKind.FULL]
         self.others = [each for each in ordered if each.spec.kind is not GroupKind.FULL]
         self.block_size = self.fulls[0].spec.block_size if self.fulls else None
+        self.only = holding.shared if len(self.groups) == 1 else None
         self.step_tokens = lcm(*(each.spec.block_size for each in ordered))
 
 
@@ -126,9 +132,10 @@ class MemoryIndex:
     async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
         lives = self._by_model.get(prompt.namespace.model, {})
         trust, exact = self._trust, Trust.EXACT
+        asked = _Asked(prompt)
         return {
             rank: PrefixMatch(
-                tokens_by_tier=_match_tokens(life, prompt) if life.block_size else {},
+                tokens_by_tier=asked.tokens(life) if life.block_size else {},
                 block_size=life.block_size,
                 trust=trust.get(rank, exact),
                 epoch=life.epoch,
@@ -178,7 +185,7 @@ class MemoryIndex:
             for key in change.keys:
                 held[key] = None
         elif isinstance(change, BlocksShared):
-            life.groups[change.group].shared = change.blocks
+            life.describe(_Holding(life.groups[change.group].spec, change.blocks))
         elif isinstance(change, AllDropped):
             self._empty(life, list(life.groups.values()))
         else:
@@ -212,6 +219,31 @@ class MemoryIndex:
             keys.popitem()
         if not keys:
             self._leaving.pop()
+
+
+class _Asked:
+    """A prompt while it is looked up: most ranks have one tree, and one block size."""
+
+    __slots__ = ("_known", "_prompt", "_size", "_tree")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._tree: KnownBlocks | None = None
+        self._size = 0
+        self._known = KnownPart((), ())
+
+    def tokens(self, life: _Life) -> dict[Tier, int]:
+        """Overlap of a rank that has a full group."""
+        only, size = life.only, life.block_size or 0
+        if only is None:
+            return _match_tokens(life, self._prompt)
+        if only.tree is not self._tree or size != self._size:
+            self._tree, self._size = only.tree, size
+            self._known = only.tree.known(self._prompt.keys_backwards(size))
+        blocks = only.depth(self._known)
+        if blocks is None:
+            return _match_tokens(life, self._prompt)
+        return {TIERS[0]: blocks * size} if blocks else {}
 
 
 def _match_tokens(life: _Life, prompt: Prompt) -> dict[Tier, int]:

@@ -37,14 +37,11 @@ from indexer.core.stream_effects import (
 from indexer.core.types import Trust
 from indexer.core.witness import Evidence
 from indexer.sockets import ReplaySocket, SocketError
-from indexer.turns import Turns
+from indexer.turns import TURN_S, Turns
 
 _logger = structlog.get_logger(__name__)
 
 _INBOX_MESSAGES = 1024
-_TURN_S = 0.00025
-"""How long this rank may keep the event loop: a request, routed on the same one, is to take less
-than 1 ms."""
 
 
 class StreamSink(Protocol):
@@ -226,7 +223,7 @@ class RankSubscriber:
         return self.stream.on_rebuild_wanted()
 
     async def _yield_turn(self) -> None:
-        if self._clock() - self._turn_began_s > _TURN_S:
+        if self._clock() - self._turn_began_s > TURN_S:
             await self.turns.pass_on()
             self._turn_began_s = self._clock()
 

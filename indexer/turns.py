@@ -5,6 +5,11 @@ looks for what has arrived after what was already due: the first round finds it,
 """
 
 import asyncio
+from typing import Final
+
+TURN_S: Final = 0.00015
+"""How long one rank may keep the loop, plus the batch begun in it: a request, routed on the same one, is to
+take less than 1 ms, of which its own look-up may need 0.7. Passing on costs 0.01 ms."""
 
 
 class Turns:

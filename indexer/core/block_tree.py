@@ -18,15 +18,20 @@ Not handled: two blocks whose 64-bit keys collide are taken for one (one chance 
 million blocks); it costs a wrong guess, never a wrong answer.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 
+from indexer.core.index import KnownPart
 from indexer.core.types import BlockKey, EngineHash, Tier
 
 TIERS = (Tier.GPU, Tier.CPU, Tier.STORAGE)
 """Tiers by number, fastest first."""
+
+NAMED_EVERY = 16
+"""Of a prompt's blocks this one is named, to be looked for in each rank's table in C."""
 
 _NO_HASH = EngineHash(0)
 
@@ -59,6 +64,12 @@ class BlockTree:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def known(self, backwards: Sequence[BlockKey]) -> KnownPart:
+        """See `core.index.KnownBlocks`. What lies above a node is here too, so it can be bisected."""
+        nodes = self.nodes
+        known = backwards[bisect_left(backwards, True, key=nodes.__contains__) :]
+        return KnownPart(known, [nodes[key].engine_hash for key in known[::NAMED_EVERY]])
 
     def root(self, key: BlockKey) -> Node:
         """Find or add a root. Unless something is added under it, `free` it."""

@@ -53,7 +53,7 @@ class HeldBlocks(HeldTables):
         if above.children is None:
             held[engine_hash] = self._nodes[key] = above.children = Node(key, engine_hash, above)
         else:
-            node = self._tree.find_or_add(above, key, engine_hash)
+            node = self.tree.find_or_add(above, key, engine_hash)
             if node.engine_hash != engine_hash or self._has_twin(key):
                 return False
             node.entries += 1
@@ -91,7 +91,7 @@ class HeldBlocks(HeldTables):
                 held[node.engine_hash] = node
             hashes, keys = hashes[len(shared) :], keys[len(shared) :]
         if hashes:
-            self._tree.grow(last, hashes, keys, held)
+            self.tree.grow(last, hashes, keys, held)
         added = [*(node.key for node in shared), *keys] if shared else keys
         self._add_below(above, added, tier)
         return True
@@ -166,7 +166,7 @@ class HeldBlocks(HeldTables):
             parent.children = None
             self._nodes.pop(key, None)
         else:
-            self._tree.free(node)
+            self.tree.free(node)
         return True
 
     def _drop(self, engine_hash: EngineHash, node: Node, tier: int) -> None:
@@ -275,7 +275,7 @@ class HeldBlocks(HeldTables):
             node.entries -= 1
             parent = node.parent
             if not node.entries:
-                self._tree.free(node)
+                self.tree.free(node)
             ghost = self._ghost_of.get(parent.key) if parent is not None else None
             if parent is None or ghost is None:
                 return

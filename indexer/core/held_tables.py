@@ -3,11 +3,12 @@
 `core.held_blocks` says what is kept here and why, and does all the writing.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from indexer.core.block_tree import TIERS, BlockTree, Node, children_of
-from indexer.core.index import Holds
+from indexer.core.block_tree import NAMED_EVERY, TIERS, BlockTree, Node, children_of
+from indexer.core.index import Holds, KnownPart
 from indexer.core.net_changes import NetChanges
 from indexer.core.types import BlockKey, EngineHash, Tier
 
@@ -43,16 +44,16 @@ class HeldTables:
         "_gained",
         "_ghost_of",
         "_ghosts",
+        "_has_name",
         "_held",
         "_lost",
         "_nodes",
-        "_plain_lookups",
         "_surplus",
-        "_tree",
         "_twins",
         "changes",
         "reachable_blocks",
         "touched",
+        "tree",
     )
 
     def __init__(self, tree: BlockTree) -> None:
@@ -63,7 +64,7 @@ class HeldTables:
         self._lost = self.changes.lost[0]
         self.touched: set[EngineHash] | None = None
         """Hashes whose rows may have changed; None: nobody keeps rows."""
-        self._tree = tree
+        self.tree = tree
         self._nodes = tree.nodes
         self._empty()
 
@@ -81,12 +82,14 @@ class HeldTables:
         self._ghost_of: dict[BlockKey, Ghost] = {}
         self._cut: set[BlockKey] = set()
         """Held, and not reachable."""
-        self._plain_lookups = [(TIERS[0], self._lookup(0))]
+        nodes, gpu = self._nodes, self._held[0]
+        self._has_name: Holds = lambda key: nodes[key].engine_hash in gpu
+        """Whether a block that the tree knows is here, on the fastest tier, by its usual name."""
 
     def clear(self) -> None:
         """Drop everything, unreported changes too."""
         for table in (*self._held, self._ghosts):
-            self._tree.abandon(table)
+            self.tree.abandon(table)
         self._empty()
         self.changes.clear()
 
@@ -107,23 +110,35 @@ class HeldTables:
     def reachable_entries(self) -> int:
         return self.reachable_blocks + self._further_entries
 
-    def lookups(self) -> Sequence[tuple[Tier, Holds]]:
+    def depth(self, known: KnownPart) -> int | None:
         gpu, cpu, storage = self._held
-        if not (cpu or storage or self._cut or self._twins[0]):
-            return self._plain_lookups if gpu else ()
+        if cpu or storage or self._cut or self._twins[0]:
+            return None
+        if not gpu:
+            return 0
+        backwards, names = known
+        high = bisect_left(names, True, key=gpu.__contains__) * NAMED_EVERY
+        low = max(0, high - NAMED_EVERY + 1)
+        deepest = bisect_left(backwards, True, low, min(high, len(backwards)), key=self._has_name)
+        if deepest == len(backwards):
+            return 0
+        node = self._nodes[backwards[deepest]]
+        # Else the name means another block on this rank.
+        return len(backwards) - deepest if gpu.get(node.engine_hash) is node else None
+
+    def lookups(self) -> Sequence[tuple[Tier, Holds]]:
         return [(TIERS[tier], self._lookup(tier)) for tier, held in enumerate(self._held) if held]
 
     def _lookup(self, tier: int) -> Holds:
         nodes, held, twins, cut = self._nodes, self._held[tier], self._twins[tier], self._cut
 
-        def is_plain(key: BlockKey) -> bool:
-            node = nodes.get(key)
-            return node is not None and held.get(node.engine_hash) is node
-
         def is_reachable(key: BlockKey) -> bool:
-            return (key in twins or is_plain(key)) and key not in cut
+            node = nodes.get(key)
+            if node is None or not (held.get(node.engine_hash) is node or key in twins):
+                return False
+            return key not in cut
 
-        return is_reachable if twins or cut else is_plain
+        return is_reachable
 
     # Looking.
 

@@ -22,13 +22,13 @@ Rules:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from indexer.core.block_rows import GroupRows, RankFacts
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
-from indexer.core.types import BlockKey, RankId, Tier, Trust
+from indexer.core.types import BlockKey, EngineHash, RankId, Tier, Trust
 
 
 class GroupKind(StrEnum):
@@ -84,12 +84,38 @@ Holds = Callable[[BlockKey], bool]
 """Whether a block is held."""
 
 
+class KnownPart(NamedTuple):
+    """Blocks of a prompt that some rank may have. Good until their writer goes on."""
+
+    backwards: Sequence[BlockKey]
+    """Last first."""
+    names: Sequence[EngineHash]
+    """Of every so manieth of them: what most ranks call it."""
+
+
+class KnownBlocks(Protocol):
+    """Blocks of every rank of one writer."""
+
+    def known(self, backwards: Sequence[BlockKey]) -> KnownPart:
+        """Of a prompt's keys, last first, those that any rank may have."""
+        ...
+
+
 class SharedBlocks(Protocol):
     """What one full group holds, as its writer keeps it."""
 
     @property
+    def tree(self) -> KnownBlocks: ...
+    @property
     def reachable_entries(self) -> int:
         """Reachable blocks, each counted on every tier."""
+        ...
+
+    def depth(self, known: KnownPart) -> int | None:
+        """How many of these, which `tree` told, are reachable, if all is on the fastest tier.
+
+        None: it isn't that simple. Ask `lookups`.
+        """
         ...
 
     def lookups(self) -> Sequence[tuple[Tier, Holds]]:
