@@ -82,7 +82,15 @@ class UpstreamAnswer:
 
     def take(self) -> bytes:
         """What of the body has arrived by now; it may be nothing."""
-        return self._take() if self._chunks else b""
+        if not self._chunks:
+            return b""
+        chunk = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered_bytes = 0
+        if self._connection.is_paused:
+            self._has_news = True
+            self._connection.resume(self)
+        return chunk
 
     async def next_chunk(self) -> bytes:
         """Return what has arrived, or wait for it; b"" at the end of a complete answer."""
@@ -92,7 +100,7 @@ class UpstreamAnswer:
             if self.is_complete:
                 return b""
             await self._wait()
-        return self._take()
+        return self.take()
 
     async def hand_to(self, sink: Callable[[bytes], bool]) -> bool:
         """Give `sink` every piece of the body at once as it arrives, in the connection's callback.
@@ -100,7 +108,7 @@ class UpstreamAnswer:
         True: the answer is complete. False: `sink` returned False for a piece, and gets no more
         until it is handed in again. What it raises is raised here.
         """
-        if self._chunks and not sink(self._take()):
+        if self._chunks and not sink(self.take()):
             return False
         if self._error is None and not self.is_complete:
             self._sink = sink
@@ -153,7 +161,14 @@ class UpstreamAnswer:
         """Take a piece of the body; False if the engine should be held back."""
         self._has_news = True
         if self._sink is not None:
-            self._pass(self._sink, chunk)
+            try:
+                if self._sink(chunk):
+                    return True
+                self._is_held = True
+            except Exception as error:  # noqa: BLE001 - the parser above would take it for its own
+                self._bug = error
+            self._sink = None
+            self._wake()
             return True
         self._chunks.append(chunk)
         self._buffered_bytes += len(chunk)
@@ -175,25 +190,6 @@ class UpstreamAnswer:
             return
         self._error = error
         self._wake()
-
-    def _pass(self, sink: Callable[[bytes], bool], chunk: bytes) -> None:
-        try:
-            if sink(chunk):
-                return
-            self._is_held = True
-        except Exception as error:  # noqa: BLE001 - the parser above would take it for its own
-            self._bug = error
-        self._sink = None
-        self._wake()
-
-    def _take(self) -> bytes:
-        chunk = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks.clear()
-        self._buffered_bytes = 0
-        if self._connection.is_paused:
-            self._has_news = True
-            self._connection.resume(self)
-        return chunk
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()

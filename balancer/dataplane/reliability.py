@@ -94,8 +94,9 @@ class Reliability(Collector):
 
     def answered(self, leg: LegRecord) -> None:
         """Its first token is here."""
-        if leg.attempt is not None:
-            self.standings.answered(leg.attempt, self._clock())
+        attempt = leg.attempt
+        if attempt is not None and (attempt.thousands is not None or self.standings.held_back):
+            self.standings.answered(attempt, self._clock())
 
     def ended(self, leg: LegRecord, error: BaseException | None) -> None:
         """It ended, by `error` if there is one."""

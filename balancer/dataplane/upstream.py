@@ -23,7 +23,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineUnreachableError
-from balancer.core.http.body import Body, size_bytes
+from balancer.core.http.body import Body
 from balancer.dataplane.connection import Connection, UpstreamAnswer
 
 _LONGEST_LOOK_S: Final = 1.0
@@ -100,7 +100,8 @@ class Upstream:
         pool = self._pools.get(base_url)
         if pool is None:
             pool = self._pools[base_url] = _Pool(base_url)
-        head = _write_head(pool.origin, method, target, headers, size_bytes(body))
+        length = len(body) if isinstance(body, bytes) else body.size_bytes
+        head = _write_head(pool.origin, method, target, headers, length)
         connection = self._take_idle(pool)
         is_reused = connection is not None
         while True:
