@@ -16,12 +16,19 @@ from typing import Final
 
 from balancer.core.errors import BalancerError, EngineError, EngineRefusedError, StreamCutError
 from balancer.core.fleet.snapshot import Role
-from balancer.core.http.headers import Headers, drop_header, find_header, pass_answer_headers
+from balancer.core.http.headers import (
+    ASKS_WHY,
+    Headers,
+    drop_header,
+    find_header,
+    pass_answer_headers,
+)
 from balancer.core.http.openai_errors import render_error_event
 from balancer.core.http.sse import SseReader
 from balancer.core.http.usage import Usage, usage_of
 from balancer.core.http.usage_splice import with_details
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
+from balancer.core.routing.explain import explain_headers
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.connection import UpstreamAnswer
@@ -56,6 +63,8 @@ class AnswerPasser:
         encode = self._record.encode
         if encode is not None:
             own = (*own, *encode_headers(encode))
+        if find_header(self._exchange.headers, ASKS_WHY) is not None:
+            own = (*own, *explain_headers(decoded.plan))
         headers = self._answer_headers(answer.headers, own)
         if answer.is_event_stream:
             return self._pass_events(decoded, headers, withhold_usage=withhold_usage)

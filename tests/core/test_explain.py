@@ -15,7 +15,13 @@ from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.prompt.media_items import media_items
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.core.routing.explain import explain_choice, explain_encode, render_plan
+from balancer.core.routing.explain import (
+    SHOWN_CANDIDATES,
+    explain_choice,
+    explain_encode,
+    explain_headers,
+    render_plan,
+)
 from balancer.core.routing.plan import Candidate, Choice, OtherWay, Reason, RoutePlan
 from balancer.core.settings.encode import EncodeSettings
 from indexer.core.model_cards import ServedModels
@@ -286,3 +292,34 @@ def test_log_keeps_the_last_ones(numbers: list[int], limit: int, count: int) -> 
 
     expected = [str(number) for number in reversed(numbers)][: min(limit, count)]
     assert [each["request_id"] for each in latest] == expected
+
+
+def test_headers_tell_every_candidate_and_why_one_won() -> None:
+    """The cheapest first, each with the terms of its cost."""
+    assert dict(explain_headers(replace_choice(PLAN, considered=(OTHER, BEST)))) == {
+        b"x-kvlb-why": b"a costs 0.3 less than b; the largest difference is `queue`: 0 against 0.3",
+        b"x-kvlb-candidates": b"a/0 cost=0.1 overlap=16 predicted=32 queue=0 work=0.1; "
+        b"b/0 cost=0.4 overlap=16 predicted=32 queue=0.3 work=0.1",
+    }
+
+
+def test_headers_tell_the_prefill_leg_apart() -> None:
+    """If there is one."""
+    plan = replace_choice(PLAN, prefill=OTHER, considered_prefill=(OTHER,))
+    headers = dict(explain_headers(plan))
+
+    assert headers[b"x-kvlb-prefill-why"] == b"b is the only candidate"
+    assert headers[b"x-kvlb-prefill-candidates"].startswith(b"b/0 cost=0.4 ")
+
+
+def test_headers_hold_plain_characters_and_few_candidates() -> None:
+    """A policy of somebody's own names its terms, and a fleet may be large."""
+    many = [
+        replace_choice(choice(f"e{number}", float(number)), terms={"a\r\nb": 1.0})
+        for number in range(20)
+    ]
+    plan = replace_choice(PLAN, decode=many[0], considered=tuple(many))
+    value = dict(explain_headers(plan))[b"x-kvlb-candidates"]
+
+    assert value.count(b"; ") == SHOWN_CANDIDATES - 1
+    assert b"a??b=1" in value

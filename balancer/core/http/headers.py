@@ -4,7 +4,7 @@ Rules:
 
 1. Hop-by-hop headers, and the ones `Connection` names, end here (RFC 9110, 7.6.1).
 2. What only we may tell an engine (`X-data-parallel-rank`, the request id, the session of a full
-   report) is never the client's.
+   report) is never the client's; what is asked of us alone (`x-kvlb-explain`) ends here.
 3. A request id that carries engine addresses (MoRIIO, P2P NCCL) would let a client steer a KV
    transfer: it is replaced. So is anything that isn't a short run of plain characters.
 4. Everything else passes, in its order, values untouched.
@@ -18,6 +18,9 @@ from collections.abc import Iterable
 from indexer.core.reports import FULL_REPORT_SESSION
 
 Headers = tuple[tuple[bytes, bytes], ...]
+
+ASKS_WHY = b"x-kvlb-explain"
+"""A request with this header is told the candidates and why one of them won."""
 
 _HOP_BY_HOP = frozenset(
     {
@@ -38,6 +41,7 @@ _REQUEST_STOPS = _HOP_BY_HOP | {
     b"expect",
     b"x-data-parallel-rank",
     b"x-request-id",
+    ASKS_WHY,
 }
 _READABLE_STOPS = _REQUEST_STOPS | {b"accept-encoding"}
 _OUR_SESSION = FULL_REPORT_SESSION.encode()

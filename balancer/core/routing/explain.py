@@ -4,9 +4,13 @@ Rules:
 
 1. Numbers are those the planner used; nothing is computed anew but differences.
 2. No token, prompt text, key or salt appears.
+3. In headers the cheapest `SHOWN_CANDIDATES` stand, one after the other, in plain characters: a policy of
+   somebody's own may call its terms what it likes.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from heapq import nsmallest
 from math import isfinite
 from typing import Any
 
@@ -16,6 +20,9 @@ from balancer.core.prompt.media_items import media_items
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.plan import Choice, OtherWay, RoutePlan
 from balancer.core.routing.ways import way_s
+
+SHOWN_CANDIDATES = 8
+_NOT_PLAIN = re.compile(r"[^ -~]")
 
 REASONS = {
     "aggregated": "the chosen instance is mixed: it prefills and decodes itself",
@@ -129,6 +136,33 @@ def explain_ways(chosen: Choice) -> str | None:
         f"{names[not other.remote]} is estimated at {taken_s:.4g}, "
         f"{names[other.remote]} at {other.cost_s:.4g}"
     )
+
+
+def explain_headers(plan: RoutePlan) -> tuple[tuple[bytes, bytes], ...]:
+    """Of an answer whose client asked why: the winner of each leg, and every candidate's terms."""
+    legs = [("", plan.decode, plan.considered)]
+    if plan.prefill is not None:
+        legs.append(("prefill-", plan.prefill, plan.considered_prefill))
+    found = []
+    for name, chosen, considered in legs:
+        cheapest = nsmallest(SHOWN_CANDIDATES, considered, key=lambda each: each.cost_s)
+        found += [
+            (f"x-kvlb-{name}why", explain_choice(chosen, considered)),
+            (f"x-kvlb-{name}candidates", "; ".join(map(_in_a_line, cheapest))),
+        ]
+    return tuple((name.encode(), _NOT_PLAIN.sub("?", value).encode()) for name, value in found)
+
+
+def _in_a_line(choice: Choice) -> str:
+    candidate = choice.candidate
+    figures = {
+        "cost": choice.cost_s,
+        "overlap": candidate.overlap_tokens,
+        "predicted": candidate.predicted_tokens,
+        **choice.terms,
+    }
+    shown = " ".join(f"{name}={value:.4g}" for name, value in figures.items())
+    return f"{candidate.instance.alias}/{candidate.rank.rank} {shown}"
 
 
 def _render_leg(chosen: Choice, considered: Sequence[Choice]) -> Mapping[str, Any]:

@@ -32,7 +32,8 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """After a prefill leg `usage.prompt_tokens_details` is what that leg's engine said. `false`: as the
     decode engine says it, which counts all that it was handed as cached."""
     headers: Literal["full", "id", "off"] = "full"
-    """`x-kvlb-*` headers on answers: all of them, the request id only, or none."""
+    """`x-kvlb-*` headers on answers: all of them, the request id only, or none. With `full` a request that
+    has a header `x-kvlb-explain` is also told every candidate's terms, and why one of them won."""
     retries: NonNegativeInt = 2
     """Further instances tried while no byte has gone to the client. Each may be the next victim of a
     request that kills engines."""

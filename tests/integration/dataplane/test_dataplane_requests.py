@@ -329,6 +329,27 @@ async def test_own_headers_by_setting(
         assert ("x-request-id" in answer.headers) == (setting != "off")
 
 
+@pytest.mark.parametrize(("setting", "is_told"), [("full", True), ("id", False)])
+async def test_client_that_asks_why_is_told(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    setting: Any,
+    is_told: bool,
+) -> None:
+    """Every candidate with its terms, and why one won; the engine hears nothing of the question."""
+    settings = DataPlaneSettings(headers=setting)
+    async with engine(answer_ok) as fake, balancer(instance(fake), settings=settings) as proxy:
+        answer = await post(
+            client, proxy.url + COMPLETIONS, {"prompt": [1, 2, 3]}, x_kvlb_explain="1"
+        )
+
+        assert ("is the only candidate" in answer.headers.get("x-kvlb-why", "")) == is_told
+        assert ("/0 cost=" in answer.headers.get("x-kvlb-candidates", "")) == is_told
+        assert "x-kvlb-explain" not in dict(fake.received[0].headers)
+
+
 async def test_record_tells_what_happened(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
 ) -> None:
