@@ -7,6 +7,7 @@ router before the next one begins, and begins with another router.
 import argparse
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,7 @@ class Plan:
 
 def main() -> None:
     """Measure and print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is stopped
     options = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     options.add_argument("--quick", action="store_true", help="one repetition of fewer calls")
     options.add_argument("--workloads", nargs="+", choices=SIZES, default=list(SIZES))
