@@ -38,7 +38,7 @@ from balancer.core.http.openai_errors import render_error
 from balancer.core.http.rewrite import decode_body, encode_body
 from balancer.core.load.ledger import LoadLedger
 from balancer.core.prompt.encoded_items import EncodedItems
-from balancer.core.request import Endpoint, GenerateRequest
+from balancer.core.request import SPLIT, Endpoint, GenerateRequest
 from balancer.core.routing.explain import explain_encode, render_plan
 from balancer.core.settings.control import AdminSettings
 from balancer.guards import guard
@@ -251,8 +251,8 @@ def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRe
     body = decode_body(raw_body).value
     if isinstance(body.get("body"), dict):
         path, raw_body = body.get("path", path), encode_body(body["body"])
-    if path not in tuple(Endpoint):
-        valid = " or ".join(each.value for each in Endpoint)
+    if path not in SPLIT:
+        valid = " or ".join(each.value for each in SPLIT)
         raise BadRequestError(f"`path` must be {valid}", param="path")
     return read_generate(Endpoint(path), raw_body, fleet, request_id="explain")
 

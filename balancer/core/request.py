@@ -14,14 +14,25 @@ from indexer.core.index import Prompt
 
 
 class Endpoint(StrEnum):
-    """Paths that generate text: routed by cache, split over two legs."""
+    """Paths whose prompts are read: routed by cache."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
+    TOKENS = "/inference/v1/generate"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it may run over two legs; else it is handed whole to one instance."""
+        return self in SPLIT
+
+
+SPLIT = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A chat or completions request after parsing and model lookup, before tokens are known."""
+    """A request that generates text, after parsing and model lookup, before tokens are known."""
 
     request_id: str
     endpoint: Endpoint

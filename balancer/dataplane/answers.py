@@ -80,8 +80,12 @@ class AnswerPasser:
         watch: Callable[[bytes], None] | None = None,
     ) -> None:
         """Pass on whatever an instance answered. `watch` sees it go by, and b"" at its end."""
-        headers = self._answer_headers(answer.headers, ((b"x-kvlb-instance", leg.alias.encode()),))
-        await self._start(answer.status, headers)
+        plan = self._record.plan
+        if plan is not None and plan.decode.candidate.instance.alias == leg.alias:
+            own = plan_headers(plan)
+        else:
+            own = ((b"x-kvlb-instance", leg.alias.encode()),)
+        await self._start(answer.status, self._answer_headers(answer.headers, own))
         await self._pass_rest(answer, first, watch)
 
     async def pass_refusal(self, refused: EngineRefusedError) -> None:

@@ -37,6 +37,7 @@ from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.elsewhere import try_places
 from balancer.dataplane.leg_sender import LegSender
 from balancer.dataplane.placing import Place, Placing
+from balancer.dataplane.scoring import ScoredPlace, Scoring
 from indexer.core.types import InstanceId
 
 _SEARCH_S: Final = 2.0
@@ -76,8 +77,10 @@ class Forwarding:
         settings: DataPlaneSettings,
         clock: Callable[[], float],
         placing: Placing,
+        scoring: Scoring,
     ) -> None:
         self._placing = placing
+        self._scoring = scoring
         self._sender = sender
         self._retries = settings.retries
         self._clock = clock
@@ -94,9 +97,12 @@ class Forwarding:
         reliability = self._sender.reliability
         reliability.requested()
         places = await self._places(fleet, errand)
+        scored = await self._score(fleet, errand, places)
+        if scored is not None:
+            places = scored.first_of(places)
         await try_places(
             places,
-            lambda place: self._carry_to(place, errand),
+            lambda place: self._carry_to(place, errand, scored),
             record=record,
             reliability=reliability,
             retries=self._retries,
@@ -115,6 +121,19 @@ class Forwarding:
             if named is None:
                 return places
         return [self._placing.place(await self._holder(fleet, named, errand.request.headers))]
+
+    async def _score(
+        self, fleet: Fleet, errand: _Errand, places: list[Place]
+    ) -> ScoredPlace | None:
+        """Who has most of its prompt; None: it isn't scored. What was booked is carried to at once."""
+        request, now_s = errand.request, self._clock()
+        if request.use.scored is None:
+            return None
+        lacks = self._placing.lacking.lacks
+        lacking = [each.instance for each in places if lacks(each.instance.id, request.path, now_s)]
+        return await self._scoring.find(
+            fleet, request.use, errand.read, request.headers, errand.record, lacking
+        )
 
     async def _holder(self, fleet: Fleet, response: str, headers: Headers) -> Instance:
         """Who keeps `response`. Raises ResponseNotFoundError or NoInstanceError."""
@@ -158,13 +177,18 @@ class Forwarding:
             return False
         return answer.status == 200
 
-    async def _carry_to(self, place: Place, errand: _Errand) -> None:
+    async def _carry_to(
+        self, place: Place, errand: _Errand, scored: ScoredPlace | None = None
+    ) -> None:
         request = errand.request
         headers = (*request.headers, *(place.pin if request.use.generates else ()))
+        chosen = scored if scored is not None and scored.place is place else None
         with (
-            self._placing.hold(place) as guard,
+            self._placing.hold(place) if chosen is None else chosen.route.decode_guard as guard,
             self._sender.recorded(place.instance, "forward", errand.record, None) as leg,
         ):
+            if chosen is not None:
+                chosen.note(leg)
             answer = await self._sender.send(
                 place.instance,
                 request.method,

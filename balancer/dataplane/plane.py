@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -45,7 +45,7 @@ from balancer.core.http.session_close import INTERNAL_ERROR, SERVICE_RESTART
 from balancer.core.load.ledger import LoadLedger
 from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.record import RequestRecord
-from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.routing.full_reports import FullReports
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.core.settings.encode import EncodeSettings
@@ -65,6 +65,7 @@ from balancer.dataplane.placing import Placing
 from balancer.dataplane.realtime import Realtime
 from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.request_log import LoggedRequests, LogRequest
+from balancer.dataplane.scoring import Prompts, Scoring
 from balancer.dataplane.upstream import Upstream
 from balancer.fleet.transfer_notices import TransferNotices
 from balancer.routing.router import Router
@@ -72,14 +73,6 @@ from balancer.tracing import NoTracing, Tracing
 
 _PARTING_S: Final = 0.5
 CANCELLED: Final = "cancelled"
-
-
-class Prompts(Protocol):
-    """What the data plane needs of the tokens stage."""
-
-    async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
-        """Find the request's tokens within a deadline; never fails the request."""
-        ...
 
 
 class DataPlane:
@@ -159,7 +152,11 @@ class DataPlane:
         self._handling = handling or Handling()
         placing = Placing(ledger=ledger, clock=clock, vetting=sender.reliability)
         self._forwarding = Forwarding(
-            sender=sender, settings=settings, clock=clock, placing=placing
+            sender=sender,
+            settings=settings,
+            clock=clock,
+            placing=placing,
+            scoring=Scoring(reader, router),
         )
         self._realtime = Realtime(sender=sender, settings=settings, clock=clock, placing=placing)
 

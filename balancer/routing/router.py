@@ -290,7 +290,7 @@ class Router:
         answering = self._vetting.usable(pool.answering, exclude)
         prefilling = self._vetting.usable(pool.prefill, exclude) if pool.prefill else ()
         decode = source.load_answering(answering, exclude)
-        if pool.has_decode:
+        if pool.has_decode and question.request.endpoint.is_split:
             prefill, some_full = source.load(prefilling, exclude)
             facts = question.facts(
                 pool,

@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from balancer.core.fleet.snapshot import Fleet
+from balancer.core.prompt.any_shape import shape_prompt
 from balancer.core.prompt.limits import PromptLimits, find_model_tokens
 from balancer.core.prompt.media_prefix import guess_rest_tokens
-from balancer.core.prompt.request_shape import shape_prompt
 from balancer.core.prompt.shape import (
     ChatShape,
     IdsShape,

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from balancer.core.fleet.snapshot import Role
-from balancer.core.request import Endpoint
+from balancer.core.request import SPLIT
 from balancer.server import listen
 from kvlb.engine_http import Answer, CallFailedError
 from kvlb.errors import SettingsError
@@ -86,7 +86,7 @@ def create_proxy_app(proxy: RecordingProxy) -> FastAPI:
     async def forward(request: Request) -> Response:
         return await proxy.forward(request.url.path)
 
-    for endpoint in Endpoint:
+    for endpoint in SPLIT:
         api.add_api_route(endpoint.value, generate, methods=["POST"])
     api.add_api_route("/{path:path}", forward, methods=["GET"])
     return api

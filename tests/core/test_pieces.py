@@ -64,6 +64,11 @@ def test_token_within_a_longer_one_is_no_border() -> None:
     assert cutter.cut(LONG + BEGIN + "?") == [LONG, BEGIN + "?"]
 
 
+def test_borders_are_known() -> None:
+    """Whoever tries out a tokenizer has to hit them."""
+    assert Cutter([*TOKENS, AddedToken(text="<plain>", special=False)]).borders == {BEGIN, END}
+
+
 def test_nothing_is_cut_from_nothing() -> None:
     """An empty text has no pieces."""
     assert Cutter(TOKENS).cut("") == []

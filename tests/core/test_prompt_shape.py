@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.prompt.request_shape import shape_prompt
+from balancer.core.prompt.any_shape import shape_prompt
 from balancer.core.prompt.shape import (
     ChatShape,
     IdsShape,
@@ -133,6 +133,21 @@ def test_completion_that_cannot_be_scored(body: dict[str, Any], reason: Unscorab
         pytest.param(
             {"mm_processor_kwargs": {"a": 1}}, Unscorable.UNSUPPORTED_FIELD, id="media-kwargs"
         ),
+        pytest.param(
+            {"chat_template_kwargs": {"chat_template": "t"}},
+            Unscorable.UNSUPPORTED_FIELD,
+            id="template-among-kwargs",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            Unscorable.BAD_PROMPT,
+            id="part-without-a-kind",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": 1}]}]},
+            Unscorable.BAD_PROMPT,
+            id="kind-int",
+        ),
     ],
 )
 def test_chat_that_cannot_be_scored(body: dict[str, Any], reason: Unscorable) -> None:
@@ -240,3 +255,73 @@ def test_digests_are_equal_for_equal_prompts_only(left: str, right: str) -> None
     )
 
     assert same == (left == right)
+
+
+def test_reasoning_has_one_name() -> None:
+    """The old one is read, and loses against the new one."""
+    said = {"role": "assistant", "content": "x"}
+    shaped = chat(
+        [{**said, "reasoning_content": "a"}, {**said, "reasoning_content": "a", "reasoning": "b"}]
+    )
+
+    assert shaped.messages == [{**said, "reasoning": "a"}, {**said, "reasoning": "b"}]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param({"image_url": "http://secret"}, id="no-type"),
+        pytest.param({"type": "image_url", "uuid": "u", "image_url": None}, id="uuid"),
+    ],
+)
+def test_kind_of_a_part_may_be_its_field(part: dict[str, Any]) -> None:
+    """So clients name a picture without saying that it is one."""
+    assert chat([{"role": "user", "content": [part]}]).has_media
+
+
+def test_suffix_is_not_followed() -> None:
+    """How it is written is the model's secret, if it has a way."""
+    with pytest.raises(UnscorableError) as raised:
+        complete(prompt="a", suffix="b")
+
+    assert raised.value.reason is Unscorable.UNSUPPORTED_FIELD
+
+
+def test_text_that_is_no_unicode_is_not_read() -> None:
+    """Only the engine can say what then."""
+    request = GenerateRequest(
+        request_id="r",
+        endpoint=Endpoint.CHAT,
+        body={"messages": HI},
+        raw_body=b"",
+        headers=(),
+        model="m",
+        base_model="m",
+        lora=None,
+        is_unicode=False,
+    )
+    with pytest.raises(UnscorableError) as raised:
+        shape_prompt(request)
+
+    assert raised.value.reason is Unscorable.NOT_UNICODE
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        pytest.param({"token_ids": []}, Unscorable.BAD_PROMPT, id="empty"),
+        pytest.param({"token_ids": "x"}, Unscorable.BAD_PROMPT, id="text"),
+        pytest.param({"token_ids": [1], "features": {"a": 1}}, Unscorable.MULTIMODAL, id="media"),
+    ],
+)
+def test_token_ids_that_cannot_be_scored(body: dict[str, Any], reason: Unscorable) -> None:
+    """Media are where only the engine knows."""
+    with pytest.raises(UnscorableError) as raised:
+        shape(Endpoint.TOKENS, body)
+
+    assert raised.value.reason is reason
+
+
+def test_token_ids_are_the_prompt() -> None:
+    """Of `/inference/v1/generate`."""
+    assert shape(Endpoint.TOKENS, {"token_ids": [1, 2]}) == IdsShape(prompts=([1, 2],))

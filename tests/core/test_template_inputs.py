@@ -243,8 +243,41 @@ def test_developers_of_templates_with_parts_are_joined_by_line() -> None:
 
 
 def test_developers_stay_for_templates_that_know_them() -> None:
-    """With their tools."""
+    """With their tools, in the order of the engine's own types."""
+    tool = {"x": 1, "type": "function", "function": {"parameters": {}, "name": "f"}}
+    odd = {"type": "function", "function": "f"}
+    (shown_,) = show(chat([{**DEVELOPER, "tools": [tool, odd]}]))
+
     assert show(chat([DEVELOPER])) == [DEVELOPER]
+    assert [list(each) for each in shown_["tools"]] == [
+        ["function", "type", "x"],
+        ["function", "type"],
+    ]
+    assert list(shown_["tools"][0]["function"]) == ["name", "parameters"]
+
+
+def test_foreign_fields_reach_templates_that_see_parts() -> None:
+    """Behind those of the engine; known ones of other parts don't."""
+    part = {"cache": 1, "type": "text", "text": "a", "detail": "x", "uuid": None}
+
+    (shown_,) = show(chat([{"role": "user", "content": [part]}]), content_format="openai")
+
+    assert list(shown_["content"][0].items()) == [
+        ("type", "text"),
+        ("text", "a"),
+        ("cache", 1),
+        ("detail", "x"),
+    ]
+
+
+def test_order_of_tool_calls_is_the_engines() -> None:
+    """Templates write them as JSON."""
+    call = {"type": "function", "x": 1, "function": {"name": "f", "arguments": "{}"}, "id": "c"}
+
+    (shown_,) = show(chat([{"role": "assistant", "tool_calls": [call]}]))
+
+    assert list(shown_["tool_calls"][0]) == ["id", "function", "type", "x"]
+    assert list(shown_["tool_calls"][0]["function"]) == ["arguments", "name"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,16 @@ def test_entry_over_the_limit_is_not_kept() -> None:
     assert cache.get(b"b") is None
 
 
+def test_everything_can_be_forgotten() -> None:
+    """Some of it was wrong."""
+    cache = TokenCache(limit_bytes=4_000)
+    cache.put(b"a", tokens(1))
+    cache.clear()
+
+    assert cache.get(b"a") is None
+    assert cache._held_bytes == 0
+
+
 @given(st.lists(st.tuples(st.binary(max_size=1), st.integers(0, 300))))
 def test_never_over_the_limit(puts: list[tuple[bytes, int]]) -> None:
     """Law: the bytes held are those of the entries, at most the limit."""

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from balancer.core.errors import BalancerError, MethodNotAllowedError, PathNotFoundError
 from balancer.core.fleet.fan_out import COMMANDS
-from balancer.core.request import Endpoint
+from balancer.core.request import SPLIT, Endpoint
 
 
 class PathUse(StrEnum):
@@ -43,7 +43,9 @@ class EnginePath:
     makes_response: bool = False
     """Its answers are kept by the instance that gave them, under an id."""
     endpoint: Endpoint | None = None
-    """Which of the paths that are routed by cache it is; None: it is none."""
+    """Which of the paths that are routed by cache and split it is; None: it is none."""
+    scored: Endpoint | None = None
+    """Which of those that are routed by cache and handed over whole."""
     response: str | None = None
     """Id of the kept response that the path names."""
 
@@ -53,7 +55,7 @@ _FORWARD_GENERATE = EnginePath(use=PathUse.FORWARD, generates=True)
 _READ = ("GET", "HEAD")
 
 _PATHS = {
-    each.value: EnginePath(use=PathUse.GENERATE, generates=True, endpoint=each) for each in Endpoint
+    each.value: EnginePath(use=PathUse.GENERATE, generates=True, endpoint=each) for each in SPLIT
 } | dict.fromkeys(
     (
         "/v1/chat/completions/render",
@@ -84,10 +86,19 @@ _PATHS = {
     _FORWARD,
 )
 _PATHS |= dict.fromkeys(
-    ("/v1/chat/completions/batch", "/v1/messages", "/inference/v1/generate", "/invocations"),
+    ("/v1/chat/completions/batch", "/invocations"),
     _FORWARD_GENERATE,
 )
-_PATHS["/v1/responses"] = EnginePath(use=PathUse.FORWARD, generates=True, makes_response=True)
+_PATHS |= {
+    each.value: EnginePath(
+        use=PathUse.FORWARD,
+        generates=True,
+        scored=each,
+        makes_response=each is Endpoint.RESPONSES,
+    )
+    for each in Endpoint
+    if each not in SPLIT
+}
 _PATHS["/tokenizer_info"] = EnginePath(use=PathUse.FORWARD, methods=_READ)
 _PATHS["/v1/realtime"] = EnginePath(use=PathUse.SESSION)
 

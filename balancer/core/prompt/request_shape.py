@@ -16,23 +16,11 @@ from balancer.core.prompt.content_parts import check_part, without_media
 from balancer.core.prompt.shape import (
     ChatShape,
     IdsShape,
-    PromptShape,
     TextShape,
     Truncation,
     Unscorable,
     UnscorableError,
 )
-from balancer.core.request import Endpoint, GenerateRequest
-
-
-def shape_prompt(request: GenerateRequest) -> PromptShape:
-    """Read the prompt-shaping fields of `request`. Raises UnscorableError."""
-    body = request.body
-    if not request.is_unicode:
-        raise UnscorableError(Unscorable.NOT_UNICODE)
-    if request.endpoint is Endpoint.CHAT:
-        return shape_chat(body)
-    return shape_completion(body)
 
 
 def shape_completion(body: Mapping[str, Any]) -> IdsShape | TextShape:
@@ -136,6 +124,16 @@ def _objects(body: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]] 
     if value and not all(isinstance(each, dict) for each in value):
         raise UnscorableError(Unscorable.BAD_PROMPT)
     return value or None
+
+
+def shape_tokens(body: Mapping[str, Any]) -> IdsShape:
+    """Read an `/inference/v1/generate` body: ids, as they are. Raises UnscorableError."""
+    ids = body.get("token_ids")
+    if body.get("features") or body.get("content_parts"):
+        raise UnscorableError(Unscorable.MULTIMODAL)
+    if not isinstance(ids, list) or not ids:
+        raise UnscorableError(Unscorable.BAD_PROMPT)
+    return IdsShape(prompts=(ids,))
 
 
 def _truncation(body: Mapping[str, Any]) -> Truncation | None:

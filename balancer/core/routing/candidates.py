@@ -235,12 +235,12 @@ def request_shape(
 
 
 def _max_output_tokens(request: GenerateRequest) -> float:
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         limit = request.body.get(name)
         if isinstance(limit, int) and limit >= 1:
             return limit
-    is_chat = request.endpoint is Endpoint.CHAT
-    return float("inf") if is_chat else COMPLETIONS_MAX_TOKENS
+    is_bounded = request.endpoint is Endpoint.COMPLETIONS
+    return COMPLETIONS_MAX_TOKENS if is_bounded else float("inf")
 
 
 def first_block(matches: PromptMatches) -> str | None:

@@ -272,6 +272,7 @@ def make_reader(client: EngineClient, now: list[float]) -> Iterator[Callable[...
             workers=settings.workers,
             cache_bytes=settings.cache_bytes,
             strftime_now=lambda _: "today",
+            flags=settings.engine_flags,
         )
         pools.append(pool)
         return PromptReader(settings=settings, pool=pool, engine=client, clock=lambda: now[0])

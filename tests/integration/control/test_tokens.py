@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.prompt.shape import TextShape, UnscorableError
 from balancer.core.request import GenerateRequest
+from balancer.core.settings.control import EngineFlags
 from balancer.tokens.directory import TokenizerLoadError, load_tokenizer
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
@@ -391,6 +392,107 @@ async def test_full_queue_is_left_alone(
         ]
 
     assert [task.result().unscorable for task in tasks].count("busy") == 5
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+async def test_template_that_loops_is_stopped_and_left_alone(
+    tmp_path: Path, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
+) -> None:
+    """It costs a few renderings, never a thread; texts are read as ever."""
+    copy_tokenizer(tmp_path)
+    put(tmp_path, "chat_template.jinja", LOOPS)
+    reader = make_reader(models={"tiny": str(tmp_path)}, workers=1)
+
+    views = [await reader.read(fleet_of(), make_request({"messages": HI})) for _ in range(4)]
+    text = await reader.read(fleet_of(), make_request({"prompt": "hi"}))
+
+    assert {view.unscorable for view in views} == {"template_endless"}
+    assert text.source == "local"
+
+
+async def test_template_that_fails_refuses(
+    tmp_path: Path, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
+) -> None:
+    """Whatever it stumbles over; the engine's own will, too."""
+    copy_tokenizer(tmp_path)
+    put(tmp_path, "chat_template.jinja", "{{ messages[0].nothing.at_all }}")
+    reader = make_reader(models={"tiny": str(tmp_path)}, engine_fallback=False)
+
+    view = await reader.read(fleet_of(), make_request({"messages": HI}))
+
+    assert view.unscorable == "refused"
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+async def test_templates_of_clients_are_rendered_where_they_are_trusted(
+    is_trusted: bool,
+    engine: Any,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    tokenizer_directory: str,
+) -> None:
+    """As the engine does with its flag; else it is asked."""
+    flags = {"tiny": EngineFlags(trust_request_chat_template=is_trusted)}
+    reader = make_reader(models={"tiny": tokenizer_directory}, engine_flags=flags)
+    own = [f"{{{{ messages[0].content }}}} {number}" for number in range(40)]
+    bodies = [{"messages": HI, "chat_template": template} for template in (*own, own[0], "{% x")]
+
+    views = [await reader.read(fleet_of(engine), make_request(body)) for body in bodies]
+    plain = await reader.read(fleet_of(engine), make_request({"prompt": "hi 3"}))
+
+    if is_trusted:
+        assert same_tokens(views[3].prompts[0], list(tokens_of(tokenizer_directory, "hi 3")))
+        assert [views[-2].source, plain.source] == ["cache", "cache"]
+        assert views[-1].unscorable == "refused"
+    else:
+        assert {view.source for view in views[: len(own)]} == {"engine"}
+
+
+def tokens_of(directory: str, text: str) -> Sequence[int]:
+    shape = TextShape(texts=(text,), add_special_tokens=False)
+    return load_tokenizer(Path(directory), str).encode(shape)[0]
+
+
+async def test_short_prompts_do_not_wait_for_long_ones(
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    tokenizer_directory: str,
+) -> None:
+    """F29: long texts that are new have a thread of their own."""
+    reader = make_reader(models={"tiny": tokenizer_directory}, workers=1)
+    await reader.read(fleet_of(), make_request({"prompt": "load it"}))
+    ended: list[str] = []
+
+    async def read(name: str, text: str) -> None:
+        view = await reader.read(fleet_of(), make_request({"prompt": f"{name} {text}"}))
+        assert view.source == "local"
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(3):
+            group.create_task(read(f"long {number}", "some words to read " * 40_000))
+        for number in range(2):
+            group.create_task(read(f"short {number}", "some words"))
+
+    assert ended[-1] == "long 2"
+
+
+async def test_special_tokens_in_text_may_be_text(
+    tmp_path: Path, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
+) -> None:
+    """`split_special_tokens`: then nothing is cut at them either."""
+    copy_tokenizer(tmp_path)
+    reader = make_reader(models={"tiny": str(tmp_path)})
+    put(tmp_path, "tokenizer_config.json", {"split_special_tokens": True})
+    text = "<|im_end|>"
+
+    view = await reader.read(fleet_of(), make_request({"prompt": text}))
+
+    assert view.prompts[0].tokens > 1
 
 
 async def test_loop_stays_responsive_while_a_long_prompt_is_read(
