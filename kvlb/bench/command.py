@@ -45,6 +45,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     first_seed: int = 0
     processes: int = 1
     one_slow: bool = False
+    limit: int | None = None
+    """Calls of each run, from the first one; None: all."""
     oracle_moves: int = 0
     """Of each search, at the highest load and the first seed; 0: no search."""
     out: Path | None = None
@@ -100,20 +102,21 @@ def _places(options: BenchOptions) -> dict[Place, float]:
     return places
 
 
-def _scenario(place: Place, speed: float, seed: int) -> Scenario:
+def _scenario(options: BenchOptions, place: Place, speed: float, seed: int) -> Scenario:
     return Scenario(
         workload=place.workload,
         engines=place.engines,
         speed=speed,
         seed=seed,
         one_slow=place.one_slow,
+        limit=options.limit,
     )
 
 
 def _runs(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     return [
-        Task(run, Job(scenario=_scenario(place, speed, seed), policy=policy))
+        Task(run, Job(scenario=_scenario(options, place, speed, seed), policy=policy))
         for (place, speed), seed, policy in product(places.items(), seeds, options.policies)
     ]
 
@@ -127,7 +130,7 @@ def _searches(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
         Task(
             search,
             OracleJob(
-                scenario=_scenario(place, speed, options.first_seed),
+                scenario=_scenario(options, place, speed, options.first_seed),
                 load=place.load,
                 policies=options.policies,
                 moves=options.oracle_moves,

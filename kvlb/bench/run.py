@@ -33,6 +33,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     speed: float
     seed: int
     one_slow: bool = False
+    limit: int | None = None
+    """Only the first calls of the workload; None: all."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +62,7 @@ def play(job: Job, *, patience_s: float = inf) -> list[Outcome]:
         policy=policy_by_name(job.policy),
         seed=scenario.seed,
     )
-    calls = workload.calls(scenario.engines, scenario.speed, scenario.seed)
+    calls = workload.calls(scenario.engines, scenario.speed, scenario.seed)[: scenario.limit]
     return Play(fleet, calls, patience_s=patience_s).run()
 
 

@@ -2,11 +2,11 @@
 
 A fleet is saturated at the highest speed at which the best of four good baselines
 (`formulas`) still reaches a mean time to the first token of half a second + what one mean prompt
-takes if none of it is cached. Found once, with the first seed, by halving, and kept here:
+takes if none of it is cached. Found once, with the first seed, and kept here:
 `kvlb bench routing --calibrate` finds it again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import sqrt
 from statistics import fmean
 
@@ -15,46 +15,72 @@ from kvlb.bench.formulas import FORMULAS
 from kvlb.bench.run import Job, Scenario, play
 from kvlb.bench.workloads import WORKLOADS
 
-CLOSE_ENOUGH = 1.03
+CLOSE_ENOUGH = 1.04
+WIDTH = 1.3
+"""How far it is looked for at first, up and down from what is kept."""
 
 SATURATION: Mapping[tuple[str, int], float] = {
-    ("weka", 4): 4.761,
-    ("chat", 4): 9.263,
-    ("agents", 4): 1.634,
-    ("arxiv", 4): 1.197,
     ("conversation", 4): 1.516,
+    ("conversation", 8): 3.1,
+    ("conversation", 16): 6.4,
+    ("arxiv", 4): 1.197,
+    ("arxiv", 8): 2.6,
+    ("arxiv", 16): 5.5,
+    ("weka", 4): 5.249,
+    ("weka", 8): 4.286,
+    ("weka", 16): 6.0,
+    ("swe", 4): 0.8023,
+    ("swe", 8): 1.6,
+    ("swe", 16): 3.2,
+    ("chat", 4): 1.8,
+    ("chat", 8): 3.7,
+    ("chat", 16): 7.5,
+    ("agents", 4): 1.548,
+    ("agents", 8): 3.3,
+    ("agents", 16): 6.8,
 }
 """Speed by workload and engines."""
 
 
-def find_saturation(place: tuple[str, int]) -> float:
-    """The highest speed that one of the baselines carries, by workload and engines."""
-    name, engines = place
-    workload = WORKLOADS[name]
-    calls = workload.calls(engines, 1.0, 0)
-    mean_s = fmean(call.prompt.tokens for call in calls) / workload.engine.prefill_tokens_per_s
-    limit_s = SLACK_S + mean_s
-    span_s = max(call.at_s for call in calls if call.after is None)
-    # Between an idle fleet and one that would have to compute four times what it can.
-    most = 4 * engines * span_s / (len(calls) * mean_s)
-    low, high = most / 64, most
-    policies = list(FORMULAS)
-    while high / low > CLOSE_ENOUGH:
-        speed = sqrt(low * high)
-        scenario = Scenario(workload=name, engines=engines, speed=speed, seed=0)
-        carrying = _carrying(scenario, policies, limit_s * len(calls))
-        if carrying is None:
-            high = speed
+class Saturation:
+    """The search for one fleet's."""
+
+    def __init__(self, name: str, engines: int) -> None:
+        workload = WORKLOADS[name]
+        calls = workload.calls(engines, 1.0, 0)
+        mean_s = fmean(call.prompt.tokens for call in calls) / workload.engine.prefill_tokens_per_s
+        self._patience_s = (SLACK_S + mean_s) * len(calls)
+        self._name = name
+        self._engines = engines
+        self._policies = list(FORMULAS)
+
+    def find(self, near: float) -> float:
+        """The highest speed that one of the baselines carries."""
+        if self._is_carried(near):
+            low, high = near, near * WIDTH
+            while self._is_carried(high):
+                low, high = high, high * WIDTH
         else:
-            low = speed
-            # It is likely to be the one that carries more, too.
-            policies.sort(key=lambda policy: policy != carrying)
-    return low
+            low, high = near / WIDTH, near
+            while not self._is_carried(low):
+                low, high = low / WIDTH, low
+        while high / low > CLOSE_ENOUGH:
+            speed = sqrt(low * high)
+            low, high = (speed, high) if self._is_carried(speed) else (low, speed)
+        return low
+
+    def _is_carried(self, speed: float) -> bool:
+        scenario = Scenario(workload=self._name, engines=self._engines, speed=speed, seed=0)
+        for policy in self._policies:
+            if play(Job(scenario=scenario, policy=policy), patience_s=self._patience_s):
+                # It is likely to be the one that carries more, too.
+                self._policies.remove(policy)
+                self._policies.insert(0, policy)
+                return True
+        return False
 
 
-def _carrying(scenario: Scenario, policies: Sequence[str], patience_s: float) -> str | None:
-    """The first policy that keeps its times to first tokens within that, added up."""
-    for policy in policies:
-        if play(Job(scenario=scenario, policy=policy), patience_s=patience_s):
-            return policy
-    return None
+def find_saturation(place: tuple[str, int]) -> float:
+    """Of a workload and a number of engines that is kept, to find it anew."""
+    name, engines = place
+    return Saturation(name, engines).find(SATURATION[place])

@@ -4,11 +4,12 @@ import json
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvlb.bench import saturation
+from kvlb.bench import command, saturation
 from kvlb.bench.command import BenchOptions, bench, calibrate
 from kvlb.bench.figures import Figures
 from kvlb.bench.formulas import FORMULAS
@@ -20,13 +21,14 @@ from kvlb.bench.workloads import WORKLOADS
 from kvlb.cli import app
 from kvlb.errors import SettingsError
 
-CHAT = Scenario(workload="chat", engines=4, speed=3.0, seed=0)
+CHAT = Scenario(workload="chat", engines=4, speed=3.0, seed=0, limit=240)
 OPTIONS = BenchOptions(
     workloads=("chat",),
     engines=(4,),
     loads=(40, 85),
     policies=("round_robin", "kvlb"),
     seeds=2,
+    limit=240,
 )
 
 
@@ -35,9 +37,7 @@ def test_a_run_is_the_same_every_time() -> None:
     job = Job(scenario=CHAT, policy=OURS)
 
     assert run(job) == run(job)
-    assert run(job) != run(
-        Job(scenario=Scenario(workload="chat", engines=4, speed=3.0, seed=1), policy=OURS)
-    )
+    assert run(job) != run(Job(scenario=msgspec.structs.replace(CHAT, seed=1), policy=OURS))
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *FORMULAS])
@@ -45,7 +45,7 @@ def test_every_call_is_answered(policy: str) -> None:
     """Under every policy: first tokens after arrival, ends after first tokens."""
     outcomes = play(Job(scenario=CHAT, policy=policy))
 
-    assert len(outcomes) == len(WORKLOADS["chat"].calls(4, 3.0, 0))
+    assert len(outcomes) == CHAT.limit
     assert all(each.arrived_s < each.first_s <= each.ended_s for each in outcomes)
 
 
@@ -68,7 +68,7 @@ def test_caches_tell_policies_apart() -> None:
 
 def test_a_slow_engine_gets_less() -> None:
     """Rates are learned per engine."""
-    scenario = Scenario(workload="arxiv", engines=4, speed=1.0, seed=0, one_slow=True)
+    scenario = Scenario(workload="arxiv", engines=4, speed=1.0, seed=0, one_slow=True, limit=300)
     outcomes = play(Job(scenario=scenario, policy=OURS))
     counts = dict.fromkeys({each.rank for each in outcomes}, 0)
     for each in outcomes:
@@ -100,15 +100,7 @@ def test_a_search_can_be_for_first_tokens() -> None:
 def test_tables_say_how_we_stand(tmp_path: Path) -> None:
     """On the terminal, as a page, as JSON and as plots."""
     written = StringIO()
-    options = BenchOptions(
-        workloads=OPTIONS.workloads,
-        engines=OPTIONS.engines,
-        loads=OPTIONS.loads,
-        policies=OPTIONS.policies,
-        seeds=2,
-        oracle_moves=10,
-        out=tmp_path,
-    )
+    options = msgspec.structs.replace(OPTIONS, oracle_moves=10, out=tmp_path)
 
     measured = bench(options, Console(file=written, width=200))
 
@@ -142,20 +134,44 @@ def test_a_fleet_that_was_never_calibrated_is_refused() -> None:
         bench(options, Console(file=StringIO()))
 
 
-def test_what_a_fleet_carries_is_where_baselines_become_slow(
-    monkeypatch: pytest.MonkeyPatch,
+def test_every_workload_is_calibrated() -> None:
+    """For every fleet of the usual table."""
+    assert set(SATURATION) == {(name, engines) for name in WORKLOADS for engines in (4, 8, 16)}
+
+
+@pytest.mark.parametrize("carried", [0.05, 1.0, 7.3])
+def test_saturation_is_found_wherever_one_looks_first(
+    carried: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by halving; with a coarse end here."""
-    monkeypatch.setattr(saturation, "CLOSE_ENOUGH", 2.0)
+    """Up or down from there."""
+
+    def carries(job: Job, *, patience_s: float) -> list[int]:
+        assert patience_s > 0
+        return [1] if job.scenario.speed <= carried and job.policy == "matched_load" else []
+
+    monkeypatch.setattr(saturation, "play", carries)
+
+    found = saturation.Saturation("arxiv", 4).find(1.0)
+
+    assert found <= carried < found * saturation.CLOSE_ENOUGH
+
+
+def test_calibrating_prints_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a line of the table of it."""
+    monkeypatch.setattr(command, "find_saturation", lambda place: len(place) + 0.5)
     written = StringIO()
 
-    calibrate(
-        BenchOptions(workloads=("chat",), engines=(4,), loads=(), policies=(), seeds=1),
-        Console(file=written),
-    )
+    calibrate(OPTIONS, Console(file=written))
 
-    found = float(written.getvalue().split(": ")[1].strip(" ,\n"))
-    assert found <= 1.1 * SATURATION["chat", 4] <= 2.3 * found
+    assert written.getvalue() == '    ("chat", 4): 2.5,\n'
+
+
+def test_patience_ends_a_run() -> None:
+    """As soon as it is clear that it is overloaded."""
+    job = Job(scenario=CHAT, policy="round_robin")
+
+    assert play(job, patience_s=0.5) == []
+    assert len(play(job, patience_s=1e6)) == CHAT.limit
 
 
 def test_work_is_spread_over_processes() -> None:
