@@ -32,6 +32,7 @@ from balancer.core.routing.terms import (
 from balancer.core.routing.ways import Offer, best_offer, local_terms, remote_terms
 from indexer.core.types import RankId
 
+_DECODE = Role.DECODE  # looking an enum member up costs as much as a term
 TieBreak = Callable[[RankId], float]
 """A random draw per rank, the same one whenever asked within one decision."""
 
@@ -78,16 +79,17 @@ def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> 
     """The cost of every candidate, in the order given."""
     if not candidates:
         return []
-    mean_s = sum(each.load.recent_work_s for each in candidates) / len(candidates)
+    mean_s = sum([each.load.recent_work_s for each in candidates]) / len(candidates)
     return [_estimate(shape, each, mean_s) for each in candidates]
 
 
 def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float) -> Choice:
-    terms, prefill, other = _way(shape, loaded)
     load = loaded.load
+    answer_tokens = output_tokens(shape, load)
+    terms, prefill, other = _way(shape, loaded, answer_tokens)
     if loaded.memory is not None:
         terms["memory"] = memory_s(load, loaded.memory)
-    terms["in_flight"] = in_flight_s(load, output_tokens=output_tokens(shape, load))
+    terms["in_flight"] = in_flight_s(load, output_tokens=answer_tokens)
     terms["recent"] = recent_s(load, prompt_tokens=shape.prompt_tokens, mean_recent_s=mean_recent_s)
     return Choice(
         candidate=loaded.candidate,
@@ -99,34 +101,28 @@ def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float
 
 
 def _way(
-    shape: RequestShape, loaded: LoadedCandidate
+    shape: RequestShape, loaded: LoadedCandidate, answer_tokens: float
 ) -> tuple[dict[str, float], Choice | None, OtherWay | None]:
     """Terms of the way to take, who prefills, and the way not taken."""
+    load = loaded.load
     lacking = uncached_tokens(shape, loaded.candidate)
-    if not loaded.offers:
-        return _local(shape, loaded, lacking), None, None
-    offer = best_offer(loaded.offers, lacking)
-    answer_tokens = output_tokens(shape, loaded.load)
-    remote = remote_terms(loaded.load, offer, uncached_tokens=lacking, output_tokens=answer_tokens)
-    if not loaded.may_local:
-        return remote, offer.prefill, None
-    local = _local(shape, loaded, lacking)
+    offer = remote = None
+    if loaded.offers:
+        offer = best_offer(loaded.offers, lacking)
+        remote = remote_terms(load, offer, uncached_tokens=lacking, output_tokens=answer_tokens)
+        if not loaded.may_local:
+            return remote, offer.prefill, None
+    local = local_terms(
+        load,
+        uncached_tokens=lacking,
+        output_tokens=answer_tokens,
+        loading_tokens=loaded.candidate.loading_tokens,
+        memory_share=0.0 if loaded.memory is None else loaded.memory.share(load),
+        on_decode=loaded.candidate.instance.role is _DECODE,
+    )
+    if offer is None or remote is None:
+        return local, None, None
     local_s, remote_s = sum(local.values()), sum(remote.values())
     if local_s <= remote_s:
         return local, None, OtherWay(remote=True, cost_s=remote_s, terms=remote)
     return remote, offer.prefill, OtherWay(remote=False, cost_s=local_s, terms=local)
-
-
-def _local(shape: RequestShape, loaded: LoadedCandidate, lacking: int) -> dict[str, float]:
-    return local_terms(
-        loaded.load,
-        uncached_tokens=lacking,
-        output_tokens=output_tokens(shape, loaded.load),
-        loading_tokens=loaded.candidate.loading_tokens,
-        memory_share=_memory_share(loaded),
-        on_decode=loaded.candidate.instance.role is Role.DECODE,
-    )
-
-
-def _memory_share(loaded: LoadedCandidate) -> float:
-    return 0.0 if loaded.memory is None else loaded.memory.share(loaded.load)
