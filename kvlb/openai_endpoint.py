@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from textwrap import shorten
 from typing import Final, Self
 
 from balancer.core.errors import (
@@ -144,4 +145,6 @@ async def _reason(answer: UpstreamAnswer) -> str:
         return ""
     error = body.get("error")
     message = error.get("message") if isinstance(error, dict) else body.get("message") or error
-    return f": {message[:MOST_REASON_CHARS]}" if isinstance(message, str) else ""
+    if not isinstance(message, str):
+        return ""
+    return f": {shorten(message, MOST_REASON_CHARS, placeholder=' ...')}"

@@ -1,7 +1,8 @@
 """Each router and policy that is measured, and how it is started.
 
-Prompts are token ids, as events name blocks; sglang-router takes none, so it is asked with text that
-makes the same blocks. Sessions are sent in `X-Session-ID`, which consistent_hash goes by.
+Routers that follow events are asked with token ids, as events name blocks. Those that go by text are asked
+with text that makes the same blocks: a byte is a token of a simulated engine. Sessions are sent in
+`X-Session-ID`, which consistent_hash goes by.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ def routers(model: str, block_size: int) -> Sequence[Proxy]:
     def of_vllm(name: str, policy: str, *options: str) -> Proxy:
         return Proxy(
             name=f"{vllm}, {name}",
+            takes_ids=policy != "cache_aware",
             command=vllm_router(policy, *options, model=model, block_size=block_size),
             missing=needs_peer("vllm-router"),
         )

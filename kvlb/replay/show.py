@@ -26,7 +26,9 @@ def show_report(report: Report, reasons: Mapping[str, str], console: Console) ->
             (kind, f"{count:,}", escape(reasons.get(kind, "")))
             for kind, count in sorted(report.errors.items())
         ]
-        console.print(_table("Errors", ("kind", "requests", "the first one said"), rows))
+        table = _table("Errors", ("kind", "requests", "the first one said"), rows)
+        table.columns[-1].justify = "left"
+        console.print(table)
     if warning := lateness_warning(report):
         console.print(f"[bold yellow]note:[/] {warning}")
 

@@ -160,11 +160,10 @@ def test_one_repetition_has_no_interval() -> None:
     assert "| other | +0.000 | -0.500 |" in text
 
 
-def test_every_router_is_started_for_its_engines_blocks() -> None:
-    """Ours first; all but sglang-router are asked with ids."""
+def test_routers_that_go_by_text_are_asked_with_text() -> None:
+    """Ours first; the others with ids."""
     found = routers("m", 64)
 
     assert found[0].name == OURS
-    assert [each.name for each in found if not each.takes_ids] == [
-        "sglang-router 0.3.2, cache_aware"
-    ]
+    assert all("cache_aware" in each.name for each in found if not each.takes_ids)
+    assert sum(not each.takes_ids for each in found) == 3
