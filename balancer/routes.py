@@ -217,7 +217,10 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
 
     @api.get("/explain/recent", tags=["operator"], dependencies=guarded)
     async def recent(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Response:
-        """The last decisions with what was predicted and what the engines delivered."""
+        """The last decisions with what was predicted and what the engines delivered.
+
+        Up to 100 of them with every candidate's terms, as `/explain` shows them (`plan`).
+        """
         return _json({"decisions": await surface.views.recent(limit)})
 
 

@@ -18,6 +18,8 @@ from kvlb.errors import PeerError, SettingsError
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 TIMEOUT_S = 30.0
+MOST_RECENT = 100
+"""A balancer tells the terms of so many."""
 MOST_CANDIDATES = 6
 """Columns that fit a terminal; cheapest first."""
 
@@ -26,11 +28,27 @@ def explain(request: str, *, url: str, path: str | None, as_json: bool) -> None:
     """Print the plan for `request`, given as JSON, as a file or as `-` for standard input."""
     body = _read_request(request)
     chosen_path = path or (CHAT if "messages" in body else COMPLETIONS)
-    plan = _ask(balancer_url(url), {"path": chosen_path, "body": body})
+    plan = _call("POST", balancer_url(url), "/explain", {"path": chosen_path, "body": body})
     if as_json:
         sys.stdout.write(json.dumps(plan, indent=2) + "\n")
         return
     _show(plan, Console())
+
+
+def explain_finished(request_id: str, *, url: str, as_json: bool) -> None:
+    """Print why a request that has finished went where it went."""
+    page = _call("GET", balancer_url(url), f"/explain/recent?limit={MOST_RECENT}", None)
+    decisions = page.get("decisions")
+    found = [each for each in decisions or () if each.get("request_id") == request_id]
+    if not found:
+        raise PeerError(
+            f"none of the last {MOST_RECENT} finished requests has the id {request_id!r}; it is the "
+            "`x-request-id` of the answer"
+        )
+    if as_json:
+        sys.stdout.write(json.dumps(found[0], indent=2) + "\n")
+        return
+    _show_finished(found[0], Console())
 
 
 def _read_request(request: str) -> dict[str, Any]:
@@ -54,13 +72,13 @@ def _read_request(request: str) -> dict[str, Any]:
     return body
 
 
-def _ask(url: str, question: Mapping[str, Any]) -> dict[str, Any]:
+def _call(method: str, url: str, path: str, question: Mapping[str, Any] | None) -> dict[str, Any]:
     key = os.environ.get("KVLB_ADMIN_API_KEY")
     headers = {"X-API-Key": key} if key else {}
     try:
         # Proxies of the environment are for other hosts than a balancer.
         with httpx.Client(trust_env=False, timeout=TIMEOUT_S) as client:
-            answer = client.post(f"{url}/explain", json=question, headers=headers)
+            answer = client.request(method, f"{url}{path}", json=question, headers=headers)
             body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PeerError(
@@ -98,6 +116,17 @@ def _show(plan: Mapping[str, Any], console: Console) -> None:
     for name in ("decode", "prefill"):
         if plan[name] is not None:
             _show_leg(name, plan[name], console)
+
+
+def _show_finished(decision: Mapping[str, Any], console: Console) -> None:
+    tokens = decision["prompt_tokens"] if decision["prompt_tokens"] is not None else "unknown"
+    cached = decision["cached_tokens"] if decision["cached_tokens"] is not None else "unknown"
+    console.print(f"prompt  {tokens} tokens, {cached} were cached", highlight=False, markup=False)
+    console.print(f"status  {decision['status']}", highlight=False, markup=False)
+    console.print(f"reason  [bold]{decision['reason']}[/]", highlight=False)
+    for name, leg in (decision.get("plan") or {}).items():
+        if leg is not None:
+            _show_leg(name, leg, console)
 
 
 def _source(prompt: Mapping[str, Any]) -> str:

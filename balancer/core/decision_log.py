@@ -4,6 +4,8 @@ Rules:
 
 1. Only finished requests enter, oldest out first.
 2. No prompt text, token, key or salt is kept; a model name that isn't the fleet's is not either.
+3. Who asks for at most `DETAILED` decisions is told every candidate's terms. Who asks for more reads the
+   log as a whole, again and again, and has no use for them.
 
 Cost: O(1) per request, and a few kB each while kept: a record is put into words when it is asked for,
 and of its plan only the cheapest candidates are kept.
@@ -17,7 +19,7 @@ from typing import Any
 import msgspec
 
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
-from balancer.core.routing.explain import explain_choice
+from balancer.core.routing.explain import explain_choice, render_legs
 from balancer.core.routing.judgement import judge_record
 from balancer.core.routing.plan import RoutePlan
 
@@ -30,6 +32,7 @@ class TimedDecision(msgspec.Struct, frozen=True, array_like=True):
 
 
 KEPT_CANDIDATES = 8
+DETAILED = 100
 
 
 class DecisionLog:
@@ -47,16 +50,19 @@ class DecisionLog:
     def timed(self, count: int) -> Sequence[TimedDecision]:
         """Up to `count` records, newest first, to be joined with those of other processes."""
         newest = zip(reversed(self._records), range(count), strict=False)
-        return [_timed(record) for record, _ in newest]
+        return [_timed(record, detailed=count <= DETAILED) for record, _ in newest]
 
     def latest(self, count: int) -> Sequence[Mapping[str, Any]]:
         """Up to `count` records, newest first."""
         return [each.decision for each in self.timed(count)]
 
 
-def _timed(record: RequestRecord) -> TimedDecision:
+def _timed(record: RequestRecord, *, detailed: bool) -> TimedDecision:
     ended_s = record.arrived_s if record.ended_s is None else record.ended_s
-    return TimedDecision(ended_s, render_record(record))
+    shown = render_record(record)
+    if detailed:
+        shown = {**shown, "plan": render_legs(record.plan) if record.plan else None}
+    return TimedDecision(ended_s, shown)
 
 
 def _shortened(plan: RoutePlan) -> RoutePlan:

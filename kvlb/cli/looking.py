@@ -47,12 +47,20 @@ def events(
 
 def explain(
     request: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="JSON, a file that holds it, or `-` for stdin.")
-    ],
+        str | None,
+        typer.Argument(metavar="REQUEST", help="JSON, a file that holds it, or `-` for stdin."),
+    ] = None,
     *,
     url: Annotated[
         str, typer.Option(envvar="KVLB_URL", help="The balancer.")
     ] = "http://127.0.0.1:8080",
+    request_id: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Instead: why a finished request (`x-request-id`) went where it went.",
+        ),
+    ] = None,
     path: Annotated[
         str | None, typer.Option(help="OpenAI path; by default told from the request.")
     ] = None,
@@ -68,7 +76,14 @@ def explain(
     For example:
 
     - `kvlb explain '{"model": "sim", "messages": [{"role": "user", "content": "hello"}]}'`
+    - `kvlb explain --request-id 3f0c…`
     """
     from kvlb.explain import explain as run
+    from kvlb.explain import explain_finished
 
-    run(request, url=url, path=path, as_json=format is Format.JSON)
+    if (request is None) == (request_id is None):
+        raise typer.BadParameter("write a request, or --request-id")
+    if request_id is not None:
+        explain_finished(request_id, url=url, as_json=format is Format.JSON)
+    elif request is not None:
+        run(request, url=url, path=path, as_json=format is Format.JSON)

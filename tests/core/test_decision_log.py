@@ -1,6 +1,6 @@
 """What the decision log keeps of a record until it is asked for."""
 
-from balancer.core.decision_log import KEPT_CANDIDATES, DecisionLog
+from balancer.core.decision_log import DETAILED, KEPT_CANDIDATES, DecisionLog
 from balancer.core.fleet.snapshot import Instance
 from balancer.core.record import RequestRecord
 from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
@@ -50,3 +50,18 @@ def test_oldest_goes_first() -> None:
         "e0 costs 0.1 less than e1; the largest difference is `work`: 0 against 0.1",
         "e0 costs 0.1 less than e1; the largest difference is `work`: 0 against 0.1",
     ]
+
+
+def test_few_decisions_are_told_with_their_candidates() -> None:
+    """Who asks for many reads the log as a whole, and does without."""
+    log = DecisionLog(limit=2)
+    log.add(record_with(10 * KEPT_CANDIDATES))
+    log.add(RequestRecord(request_id="unplanned", path="/v1/completions", arrived_s=1.0))
+
+    few, many = log.latest(DETAILED), log.latest(DETAILED + 1)
+
+    assert few[0]["plan"] is None
+    assert [each["instance"] for each in few[1]["plan"]["decode"]["considered"]] == [
+        f"e{number}" for number in range(KEPT_CANDIDATES)
+    ]
+    assert not any("plan" in each for each in many)

@@ -65,6 +65,12 @@ def test_every_command_explains_itself(command: str) -> None:
     assert len(result.output.splitlines()) > 5
 
 
+def test_explain_wants_a_request_or_an_id() -> None:
+    """One of them."""
+    assert CliRunner().invoke(app, ["explain"]).exit_code == 2
+    assert CliRunner().invoke(app, ["explain", "{}", "--request-id", "x"]).exit_code == 2
+
+
 def test_version_is_the_distributions() -> None:
     """One word and a number."""
     result = CliRunner().invoke(app, ["--version"])

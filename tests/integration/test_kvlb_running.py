@@ -21,7 +21,7 @@ from kvlb.demo.stage import Stage, set_stage
 from kvlb.demo.tables import show_report
 from kvlb.errors import KvlbError, PeerError, SettingsError
 from kvlb.event_loop import run_command
-from kvlb.explain import explain
+from kvlb.explain import explain, explain_finished
 from kvlb.running import RunningKvlb, running_kvlb
 from kvlb.settings import Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
@@ -140,6 +140,35 @@ async def test_explain_shows_no_more_candidates_than_fit(
         await ask_explain(kvlb, json.dumps(CHAT))
 
     assert "and 2 more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+async def test_finished_request_is_explained_by_its_id(
+    capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    """With the candidates and terms of that time, both legs."""
+    long = {**CHAT, "messages": [{"role": "user", "content": "Hello " * 200}], "max_tokens": 2}
+    async with up("2p2d") as kvlb, httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.post(f"{kvlb.url}/v1/chat/completions", json=long)
+        name = answer.headers["x-request-id"]
+        await asyncio.to_thread(explain_finished, name, url=kvlb.url, as_json=as_json)
+
+    shown = capsys.readouterr().out
+    if as_json:
+        printed, _ = json.JSONDecoder().raw_decode(shown, shown.index("{\n"))  # behind log lines
+        legs = printed["plan"]
+        assert all(leg["considered"][0]["terms"] for leg in legs.values())
+    else:
+        assert "remote_prefill" in shown
+        assert "decode leg" in shown
+        assert "prefill leg" in shown
+
+
+async def test_unknown_request_is_told_as_such() -> None:
+    """It may have finished long ago."""
+    async with up() as kvlb:
+        with pytest.raises(PeerError, match="none of the last 100 finished requests"):
+            await asyncio.to_thread(explain_finished, "x", url=kvlb.url, as_json=False)
 
 
 async def test_explain_passes_on_the_balancers_refusal() -> None:

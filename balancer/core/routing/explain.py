@@ -51,9 +51,16 @@ def render_plan(plan: RoutePlan, prompt: PromptView) -> Mapping[str, Any]:
         "reason": plan.reason.value,
         "meaning": REASONS.get(plan.reason.value, plan.reason.value),
         "ways": explain_ways(plan.decode),
+        **render_legs(plan),
+        "held_back": plan.held_back,
+    }
+
+
+def render_legs(plan: RoutePlan) -> Mapping[str, Any]:
+    """Of each leg who was chosen, why, and every candidate with its terms."""
+    return {
         "decode": _render_leg(plan.decode, plan.considered),
         "prefill": _render_leg(plan.prefill, plan.considered_prefill) if plan.prefill else None,
-        "held_back": plan.held_back,
     }
 
 
