@@ -21,7 +21,7 @@ import uvloop
 
 from benchmarks.overhead.proxies import Proxy, free_port, started
 from benchmarks.peers.engines import EngineProcess
-from benchmarks.peers.play import Script, play
+from benchmarks.peers.play import NOT_SENT, Script, play
 from kvlb.bench.figures import SLACK_S, SLOWEST_ITL, Figures
 from kvlb.demo.report import EngineCounts
 from kvlb.replay.core.outcomes import Outcome, spread
@@ -87,7 +87,7 @@ def measure(
                 outcomes = runner.run(play(f"http://127.0.0.1:{port}", script))
             busy = _busy_share(before, _cpu_times())
     slowdown = script.slowdown
-    late = spread([each.late_s / slowdown for each in outcomes])
+    late = spread([each.late_s / slowdown for each in outcomes if each.error != NOT_SENT])
     counts = [each.counts() for each in engines]
     return Cell(
         router=router.name,

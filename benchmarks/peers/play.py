@@ -6,11 +6,14 @@ Rules:
    end. A call whose predecessor failed is sent all the same: every router gets every call.
 2. Bodies are written before the first call is sent.
 3. Everything is `slowdown` times as slow as the workload says: pauses here, engines elsewhere.
+4. After `LIMIT_S` (times the slowdown) it ends: a router that sends everything to one engine would take
+   an hour. What is under way then counts as `stopped`, what wasn't sent as `not_sent`.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks.peers.routers import SESSION_HEADER
@@ -23,8 +26,10 @@ from kvlb.replay.core.trace_rows import BlockPrompt, TraceRequest
 from kvlb.replay.sending import Sender, SendOptions, Sent
 
 TIMEOUT_S = 300.0
+LIMIT_S = 180.0
 VOCABULARY = 10_000
 MANY = 100_000
+NOT_SENT = "not_sent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +75,7 @@ def _request(number: int, call: Call, block_size: int) -> TraceRequest:
     )
 
 
-async def play(url: str, script: Script) -> Sequence[Outcome]:
+async def play(url: str, script: Script, *, limit_s: float = LIMIT_S) -> Sequence[Outcome]:
     """What became of each call, in the order of the script."""
     sent = Sent()
     async with OpenAiEndpoint(url, silence_s=TIMEOUT_S) as endpoint:
@@ -80,10 +85,15 @@ async def play(url: str, script: Script) -> Sequence[Outcome]:
         sender = Sender(endpoint, options, sent)
         ended = [asyncio.Event() for _ in script.calls]
         begun_s = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for number in range(len(script.calls)):
-                group.create_task(_play_call(sender, script, number, ended, begun_s))
-    return sorted(sent.outcomes, key=lambda each: each.line)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s * script.slowdown), asyncio.TaskGroup() as group:
+                for number in range(len(script.calls)):
+                    group.create_task(_play_call(sender, script, number, ended, begun_s))
+    known = {each.line: each for each in sent.outcomes}
+    return [
+        known.get(number) or Outcome(line=number, session=call.session, at_s=0.0, error=NOT_SENT)
+        for number, call in enumerate(script.calls)
+    ]
 
 
 async def _play_call(

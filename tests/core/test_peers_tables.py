@@ -1,12 +1,13 @@
 """`benchmarks.peers`: what is sent, what a measurement comes to, and what the tables claim."""
 
+import asyncio
 from dataclasses import replace
 
 import msgspec
 import pytest
 
 from benchmarks.peers.cells import Cell, summarize
-from benchmarks.peers.play import Script, write_script
+from benchmarks.peers.play import Script, play, write_script
 from benchmarks.peers.report import render
 from benchmarks.peers.routers import OURS, routers
 from benchmarks.peers.sizes import first_calls
@@ -116,6 +117,24 @@ def test_times_are_those_of_engines_at_full_speed() -> None:
     assert found.ttft_mean == pytest.approx(0.25)
     assert found.e2e_p99 == pytest.approx(0.6, abs=0.02)
     assert (found.goodput, found.cached, found.most_over_mean) == (0.25, 0.8, 1.5)
+
+
+async def test_calls_that_take_too_long_are_given_up() -> None:
+    """Each one is accounted for: under way, or never sent."""
+
+    gone = asyncio.Event()
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client leaves
+        writer.close()
+        gone.set()
+
+    async with await asyncio.start_server(never, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        outcomes = await play(url, script(call(0.0), call(0.0, after=0)), limit_s=0.2)
+        await gone.wait()
+
+    assert [each.error for each in outcomes] == ["stopped", "not_sent"]
 
 
 def test_nothing_answered_is_no_measurement() -> None:
