@@ -76,7 +76,7 @@ bench: $(READY) ## Micro benchmarks and proxy overhead, written to benchmarks/RE
 bench-overhead: $(READY) ## CPU, latency and memory of proxying, beside nginx, haproxy and two Rust routers. Six minutes.
 	$(BIN)/python -m benchmarks overhead
 
-bench-peers: $(READY) ## Routing in real time beside vllm-router and sglang-router. By hand: 65 minutes.
+bench-peers: $(READY) ## Routing in real time beside vllm-router and sglang-router. By hand: an hour and a half.
 	$(BIN)/python -m benchmarks peers
 
 chaos: $(READY) ## A simulated fleet whose engines die, hang and lose the network: 10 x 2,000 requests. By hand: 20 minutes.

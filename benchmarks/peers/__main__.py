@@ -1,6 +1,6 @@
 """`python -m benchmarks.peers [--quick]`: every router in turn, tables on stdout.
 
-Loopback only. About 65 minutes, `--quick` ten. Each repetition is sent through every
+Loopback only. About an hour and a half, `--quick` twenty minutes. Each repetition is sent through every
 router before the next one begins, and begins with another router.
 """
 
