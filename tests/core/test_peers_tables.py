@@ -121,7 +121,6 @@ def test_times_are_those_of_engines_at_full_speed() -> None:
 
 async def test_calls_that_take_too_long_are_given_up() -> None:
     """Each one is accounted for: under way, or never sent."""
-
     gone = asyncio.Event()
 
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
