@@ -60,6 +60,13 @@ BENCHMARKS = (
         "One decision (cost of every candidate, prefill or not) on loads as they are mid-flight.",
     ),
     Benchmark(
+        "tokens",
+        "Tokens",
+        "From a chat's messages to ids: shown to its template, rendered, cut, looked up, and the new pieces tokenised. "
+        "CPU time of all threads, best of several runs. The next turn has two new messages of about 450 tokens each. The "
+        "tokenizer is small (4,096 tokens); with a large one the first reading takes longer, what is known costs the same.",
+    ),
+    Benchmark(
         "overhead",
         "Proxied requests",
         "Every proxy in turn, in front of the same two engines that answer at once (or stream a chunk "

@@ -203,12 +203,15 @@ def test_tools_are_left_out_where_engines_do(drops: bool, expected: int | None) 
 
 def test_deferred_tools_say_so() -> None:
     """Within and without, wherever it was said."""
-    tools = [{"function": {"name": "f"}, "defer_loading": True}]
+    within = {"function": {"name": "g", "defer_loading": True}}
+    tools = [{"function": {"name": "f"}, "defer_loading": True}, within]
     inputs = template_inputs(chat(tools=tools), STRING)
 
     assert inputs.tools is not None
     assert inputs.tools[0]["defer_loading"] is True
     assert inputs.tools[0]["function"]["defer_loading"] is True
+    assert inputs.tools[1]["function"]["defer_loading"] is True
+    assert "defer_loading" not in inputs.tools[1]
 
 
 DEVELOPER = {"role": "developer", "content": "c", "tools": [1]}

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -13,7 +14,7 @@ from balancer.core.control_errors import EngineCallError, TokenizeRefusedError
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.prompt.shape import TextShape
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.request import GenerateRequest
+from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.settings.control import TokensSettings
 from balancer.tokens.parity import WAITING, ParityWatch
 from balancer.tokens.pool import TokenPool
@@ -207,6 +208,20 @@ async def test_nobody_to_compare_with(
         await watched.reader.read(fleet_of(), make_request({"prompt": "hi"}))
 
         assert await watched.outcomes() == {"no_engine": 1}
+
+
+async def test_what_the_engine_cannot_be_asked_is_counted(
+    engine: Any, watching: Watch, make_request: MakeRequest, fleet_of: FleetOf
+) -> None:
+    """Its answer would be that of another prompt."""
+    request = msgspec.structs.replace(
+        make_request({"messages": HI, "thinking": {"type": "disabled"}}), endpoint=Endpoint.MESSAGES
+    )
+    async with watching(TellingEngine([[1]])) as watched:
+        view = await watched.reader.read(fleet_of(engine), request)
+
+        assert await watched.outcomes() == {"not_asked": 1}
+        assert view.source == "local"
 
 
 async def test_requests_never_wait_for_a_comparison(

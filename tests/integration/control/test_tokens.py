@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from balancer.core.fleet.snapshot import Fleet
-from balancer.core.prompt.shape import TextShape, UnscorableError
+from balancer.core.prompt.chat_template import ChatTemplate
+from balancer.core.prompt.shape import ChatShape, TextShape, UnscorableError
+from balancer.core.prompt.template_inputs import TemplateManner
 from balancer.core.request import GenerateRequest
 from balancer.core.settings.control import EngineFlags
 from balancer.tokens.directory import TokenizerLoadError, load_tokenizer
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
+from balancer.tokens.templates import ReadyTemplate, Templates
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 
@@ -403,7 +406,7 @@ async def test_template_that_loops_is_stopped_and_left_alone(
     """It costs a few renderings, never a thread; texts are read as ever."""
     copy_tokenizer(tmp_path)
     put(tmp_path, "chat_template.jinja", LOOPS)
-    reader = make_reader(models={"tiny": str(tmp_path)}, workers=1)
+    reader = make_reader(models={"tiny": str(tmp_path)}, workers=1, deadline_s=50.0)
 
     views = [await reader.read(fleet_of(), make_request({"messages": HI})) for _ in range(4)]
     text = await reader.read(fleet_of(), make_request({"prompt": "hi"}))
@@ -842,3 +845,130 @@ async def test_tokenizers_can_be_loaded_ahead(tmp_path: Path, tokenizer_director
     with pytest.raises(UnscorableError):
         await pool.encode("bad", shape)
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        pytest.param({"chat_template.jinja": b"\xff"}, "chat_template.jinja", id="no-text"),
+        pytest.param({"tokenizer_config.json": b"\xff"}, "tokenizer_config", id="no-json"),
+    ],
+)
+def test_file_that_cannot_be_read_is_named(
+    files: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    """Whatever is in it."""
+    copy_tokenizer(tmp_path)
+    for name, value in files.items():
+        (tmp_path / name).write_bytes(value)
+
+    with pytest.raises(TokenizerLoadError, match=message):
+        load_tokenizer(tmp_path, str)
+
+
+ASKED = ChatShape(messages=HI)
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "expected"),
+    [
+        pytest.param(
+            {"additional_chat_templates/tool_use.jinja": "tools", "chat_template.jinja": "plain"},
+            EngineFlags(),
+            ["plain", "tools"],
+            id="more-templates",
+        ),
+        pytest.param(
+            {"chat_template.json": {"chat_template": "processor"}, "chat_template.jinja": "own"},
+            EngineFlags(),
+            ["processor", "own"],
+            id="processor-is-for-chats-without-tools",
+        ),
+        pytest.param(
+            {"mine": "mine"}, EngineFlags(chat_template="mine"), ["mine", "mine"], id="operators"
+        ),
+    ],
+)
+def test_templates_are_chosen_as_engines_do(
+    files: dict[str, Any],
+    flags: EngineFlags,
+    expected: list[str],
+    tmp_path: Path,
+) -> None:
+    """By whether there are tools, and by what the operator says."""
+    copy_tokenizer(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, value in files.items():
+        put(tmp_path, name, value)
+    if flags.chat_template is not None:
+        flags = EngineFlags(chat_template=str(tmp_path / flags.chat_template))
+    tokenizer = load_tokenizer(tmp_path, str, flags)
+
+    found = [tokenizer.encode(shape) for shape in (ASKED, ChatShape(messages=HI, tools=TOOLS))]
+
+    assert [list(ids[0]) for ids in found] == [
+        list(tokens_of(str(tmp_path), text)) for text in expected
+    ]
+
+
+def test_named_template_is_found_by_a_client() -> None:
+    """`chat_template: tool_use` names one of the model's own."""
+    named = {
+        name: ChatTemplate(name, special_tokens={}, strftime_now=str)
+        for name in ("default", "tool_use")
+    }
+    templates = Templates(named, manner=TemplateManner(), compile_=lambda _: named["default"])
+    shape = ChatShape(messages=HI, chat_template="tool_use")
+
+    assert templates.find(shape).render(shape) == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        pytest.param({"add_bos_token": True, "bos_token": "<|im_start|>"}, [4092], id="bos"),
+        pytest.param({"add_bos_token": True, "bos_token": "no such token"}, [], id="unknown"),
+        pytest.param({"add_bos_token": True}, [], id="unnamed"),
+        pytest.param({"add_bos_token": False, "bos_token": "<|im_start|>"}, [], id="off"),
+    ],
+)
+def test_ends_are_what_the_configuration_says(
+    tokens: dict[str, Any], expected: list[int], tmp_path: Path
+) -> None:
+    """Where it says anything; else the tokenizer's own."""
+    copy_tokenizer(tmp_path)
+    put(tmp_path, "tokenizer_config.json", tokens)
+    text = TextShape(texts=("hi",))
+
+    (ids,) = load_tokenizer(tmp_path, str).encode(text)
+
+    assert list(ids) == [*expected, *tokens_of(str(tmp_path), "hi")]
+
+
+@pytest.mark.parametrize(
+    ("template", "system_first", "effort"),
+    [
+        pytest.param("{{ messages }}", False, "low", id="does-not-care"),
+        pytest.param(
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('first') }}{% endif %}{% endfor %}{{ messages }}{{ enable_thinking }}",
+            True,
+            "none",
+            id="wants-system-first",
+        ),
+    ],
+)
+def test_templates_are_tried_for_what_messages_need(
+    template: str, system_first: bool, effort: str
+) -> None:
+    """As engines do: by rendering a few words."""
+    compiled = ChatTemplate(template, special_tokens={}, strftime_now=str)
+    ready = ReadyTemplate(compiled, TemplateManner())
+    system = {"role": "system", "content": "b"}
+    inside = ChatShape(messages=[*HI, system], merges_system=True)
+    off = ChatShape(messages=HI, thinking_is_off=True)
+    low = ChatShape(messages=HI, reasoning_effort=effort)
+    moved = ChatShape(messages=[system, *HI])
+
+    assert ready.render(off) == ready.render(low)
+    assert (ready.render(inside) == ready.render(moved)) == system_first
