@@ -40,7 +40,8 @@ BENCHMARKS = (
         "one removal a store), in CPU time, best of several runs. Memory: resident growth of a "
         "fresh process, copies, parents and all tables included. Hash tables double, so it is told "
         "on average over a doubling, where all are just full, and where all have just grown at once, "
-        "as they do only if every rank holds as much. A match as a client sees it: a process that "
+        "as they do only if every rank holds as much; and there once more after every block has been "
+        "replaced twice, when tables of that many entries have stretched furthest. A match as a client sees it: a process that "
         "asks over a socket, one request at a time about a millisecond apart, and waits; and its CPU, "
         "packing and hashing the prompt's tokens included in both. The naive layout is "
         "`benchmarks/naive_index.py`, in the same run.",

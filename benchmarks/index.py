@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
 from resource import getpagesize
@@ -23,6 +23,7 @@ import uvloop
 from benchmarks.index_workload import (
     CONVERSATION_BLOCKS,
     Fleet,
+    conversation_removals,
     conversations,
     draw_from,
     encoded_stream,
@@ -116,32 +117,40 @@ def measure_memory() -> Iterator[str]:
     for ranks, holders, power in FLEETS:
         blocks = [round(filling * 2**power * 2 / 3) for filling in (AVERAGE, FULL, GROWN)]
         found = [bytes_per_holding(ranks, holders, each) for each in blocks]
+        found.append(bytes_per_holding(ranks, holders, blocks[-1], lives=3))
         naive = bytes_per_holding(ranks, holders, blocks[0], is_naive=True)
         shown = " | ".join(f"{each:.0f}" for each in found)
         yield f"| {ranks} | {holders} | {shown} | {naive / found[0]:.1f} x |"
 
 
-def bytes_per_holding(ranks: int, holders: int, per_rank: int, *, is_naive: bool = False) -> float:
-    """Growth of a process per (block, holder) if each rank holds `per_rank` blocks."""
+def bytes_per_holding(
+    ranks: int, holders: int, per_rank: int, *, lives: int = 1, is_naive: bool = False
+) -> float:
+    """Growth of a process per (block, holder) if each rank holds `per_rank` blocks.
+
+    With more `lives` than one all of them have been replaced, one conversation after the other.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_grow, ranks, holders, per_rank, is_naive).result()
+        return pool.submit(_grow, ranks, holders, per_rank, lives, is_naive).result()
 
 
-def _grow(ranks: int, holders: int, per_rank: int, is_naive: bool) -> float:
+def _grow(ranks: int, holders: int, per_rank: int, lives: int, is_naive: bool) -> float:
     fleet, naive = Fleet(ranks), NaiveIndex() if is_naive else None
-    frames = conversations(per_rank * ranks // holders)
+    kept = per_rank * ranks // holders // CONVERSATION_BLOCKS
     gc.collect()
     before = _resident_bytes()
-    holdings = asyncio.run(_fill(fleet, naive, holders, frames))
+    frames = conversations(kept * lives * CONVERSATION_BLOCKS)
+    asyncio.run(_fill(fleet, naive, holders, islice(frames, kept)))
+    asyncio.run(_replace(fleet, holders, frames, kept))
     gc.collect()
-    return (_resident_bytes() - before) / holdings
+    return (_resident_bytes() - before) / (kept * holders * CONVERSATION_BLOCKS)
 
 
 async def _fill(
     fleet: Fleet, naive: NaiveIndex | None, holders: int, frames: Iterator[bytes]
-) -> int:
+) -> None:
     """Conversations, each held by `holders` ranks in turn."""
-    ranks, holdings = len(fleet.ranks), 0
+    ranks = len(fleet.ranks)
     for number, frame in enumerate(frames):
         for at in range(holders):
             rank = (number * holders + at) % ranks
@@ -149,8 +158,17 @@ async def _fill(
                 await fleet.write(fleet.ranks[rank], frame)
             else:
                 naive.apply(rank, frame)
-        holdings += holders * CONVERSATION_BLOCKS
-    return holdings
+
+
+async def _replace(fleet: Fleet, holders: int, frames: Iterator[bytes], kept: int) -> None:
+    """Each as it comes replaces the oldest one, tail first, on its ranks."""
+    gone = conversation_removals()
+    for number, frame in enumerate(frames):
+        removal = next(gone)
+        for at in range(holders):
+            rank = fleet.ranks[(number % kept * holders + at) % len(fleet.ranks)]
+            await fleet.write(rank, removal)
+            await fleet.write(rank, frame)
 
 
 def _resident_bytes() -> int:
@@ -280,6 +298,7 @@ def main() -> None:
         "bytes per (block, holder), on average",
         "when tables are full",
         "when all have just grown",
+        "there, once all blocks were replaced twice",
         "naive layout takes",
         rows=measure_memory(),
     )

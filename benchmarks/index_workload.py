@@ -94,9 +94,11 @@ def _removed(conversations: list[list[int]]) -> list[dict[str, Any]]:
     gone = oldest.pop()
     if not oldest:
         del conversations[0]
-    return [
-        {"type": "BlockRemoved", "block_hashes": [gone], "medium": "GPU", "group_idx": 0},
-    ]
+    return _removal([gone])
+
+
+def _removal(hashes: list[int]) -> list[dict[str, Any]]:
+    return [{"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}]
 
 
 class Fleet:
@@ -136,6 +138,15 @@ def conversations(blocks: int) -> Iterator[bytes]:
             for at in range(STORE_BLOCKS, CONVERSATION_BLOCKS)
         ]
         yield msgspec.msgpack.encode([1.5, events, 0])
+
+
+def conversation_removals() -> Iterator[bytes]:
+    """Frames that remove those of `conversations`, one after the other, each from its end."""
+    draw = draw_from(4)
+    while True:
+        chain = [draw.getrandbits(64) for _ in range(CONVERSATION_BLOCKS)]
+        _tokens(draw, CONVERSATION_BLOCKS)  # so that the next hashes are those of the next one
+        yield msgspec.msgpack.encode([1.5, _removal(chain[::-1]), 0])
 
 
 def prompt_tokens(tokens: int, seed: int) -> list[int]:
