@@ -68,6 +68,13 @@ BENCHMARKS = (
         "tokenizer is small (4,096 tokens); with a large one the first reading takes longer, what is known costs the same.",
     ),
     Benchmark(
+        "micro_request",
+        "Deciding",
+        "What lies between a body that was read and the leg on its way, and what the leg's end books, stage by stage "
+        "(docs/decisions/0012-bookings-are-chains.md tells what was tried): two mixed instances with events, eight "
+        "requests in flight, in one process and without sockets.",
+    ),
+    Benchmark(
         "overhead",
         "Proxied requests",
         "Every proxy in turn, in front of the same two engines that answer at once (or stream a chunk "
