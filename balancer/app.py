@@ -260,6 +260,7 @@ class _Builder:
                 ledger=self._ledger,
                 vetting=self._reliability,
                 settings=self._config.admission,
+                block_size=self._router.known_ranks.block_sizes.get,
                 max_requests_per_rank=lambda: self._router.max_requests_per_rank,
             ),
             settings=self._config.admission,

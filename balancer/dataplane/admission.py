@@ -13,21 +13,22 @@ Room comes with time as well as with events, so whoever is first looks every `LO
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from balancer.core.errors import OverloadedError
 from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.core.http.headers import find_header
-from balancer.core.load.ledger import LoadLedger, RankLoad
+from balancer.core.load.ledger import LoadLedger
 from balancer.core.reliability.vetting import Vetting
 from balancer.core.request import GenerateRequest
 from balancer.core.routing.candidates import BYTES_PER_TOKEN, find_pool
 from balancer.core.routing.pace import Pace
-from balancer.core.routing.terms import queued_s
+from balancer.core.routing.room import RankLimits, RankState, has_room
 from balancer.core.routing.waiting_line import Ticket, WaitingLine
 from balancer.core.settings.admission import AdmissionSettings
 from balancer.dataplane.jobs import Job
+from indexer.core.types import RankId
 
 LOOK_S = 0.01
 
@@ -41,33 +42,45 @@ class Room:
         ledger: LoadLedger,
         vetting: Vetting,
         settings: AdmissionSettings,
+        block_size: Callable[[RankId], int | None],
         max_requests_per_rank: Callable[[], int],
     ) -> None:
+        """`block_size`: of a rank, in tokens; None if its events haven't told."""
         self._ledger = ledger
         self._vetting = vetting
         self._settings = settings
+        self._block_size = block_size
         self._max_requests = max_requests_per_rank
 
     def exists(self, fleet: Fleet, model: str) -> bool:
         """Tell if a request for `model` can be decided now. Raises ModelNotFoundError or NoInstanceError."""
-        longest_s = self._settings.rank_queue_s if self._ledger.knows_prefill else 0.0
         most = self._max_requests()
-        if not longest_s and not most:
+        is_judged = self._settings.promise_s > 0 and self._ledger.knows_prefill
+        if not is_judged and not most:
             return True
-
-        def is_open(load: RankLoad) -> bool:
-            if 0 < most <= load.requests:
-                return False
-            return not longest_s or queued_s(load) < longest_s
-
+        limits = RankLimits(
+            settings=self._settings if is_judged else None, max_requests=most or None
+        )
         pool = find_pool(fleet, model)
-        return self._any(pool.answering, is_open) and (
-            not pool.prefill or self._any(pool.prefill, is_open)
+        return self._any(pool.answering, limits) and (
+            not pool.prefill or self._any(pool.prefill, limits)
         )
 
-    def _any(self, instances: Iterable[Instance], is_open: Callable[[RankLoad], bool]) -> bool:
-        usable = self._vetting.usable(tuple(instances), frozenset())
-        return any(is_open(self._ledger.load(rank)) for each in usable for rank in each.rank_ids())
+    def _any(self, instances: Sequence[Instance], limits: RankLimits) -> bool:
+        for instance in self._vetting.usable(instances, frozenset()):
+            capacity = instance.rank_cache_tokens
+            decodes = instance.role.answers_clients
+            for rank in instance.rank_ids():
+                size = self._block_size(rank)
+                state = RankState(
+                    load=self._ledger.load(rank),
+                    decodes=decodes,
+                    memory_tokens=capacity if size else None,
+                    block_size=size or 0,
+                )
+                if has_room(state, limits):
+                    return True
+        return False
 
 
 class Turn:

@@ -73,7 +73,7 @@ def summarize(outcomes: Sequence[Outcome], engine: EngineSettings, engines: int)
         ttft_p99=percentile(firsts_s, 0.99),
         e2e_mean=fmean(ends_s),
         e2e_p99=percentile(ends_s, 0.99),
-        goodput=fmean(_is_good(each, engine) for each in outcomes),
+        goodput=fmean(keeps_promise(each, engine) for each in outcomes),
         cached=sum(each.cached_tokens for each in outcomes) / prompt_tokens,
         most_over_mean=most_over_mean(outcomes, engines),
         calls=len(outcomes),
@@ -94,9 +94,10 @@ def most_over_mean(outcomes: Sequence[Outcome], engines: int) -> float:
     return max(work.values()) * engines / sum(work.values())
 
 
-def _is_good(each: Outcome, engine: EngineSettings) -> bool:
+def keeps_promise(each: Outcome, engine: EngineSettings, slack_s: float = SLACK_S) -> bool:
+    """Whether it was served as promised, if its prompt may wait for `slack_s`."""
     call = each.call
-    promised_s = SLACK_S + call.prompt.tokens / engine.prefill_tokens_per_s
+    promised_s = slack_s + call.prompt.tokens / engine.prefill_tokens_per_s
     if each.first_s - each.arrived_s > promised_s:
         return False
     slowest_s = SLOWEST_ITL * engine.inter_token_ms / 1000

@@ -58,14 +58,15 @@ class VirtualFleet:
         self.clock = clock
         self.engines: dict[RankId, VirtualEngine] = {}
         self._index = MemoryIndex()
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             instances=tuple(
                 self._instance(f"e{number}", settings) for number, settings in enumerate(engines)
             )
         )
+        self.ledger = LocalLedger(lambda: clock.now_s)
         self._router = Router(
             index=self._index,
-            ledger=LocalLedger(lambda: clock.now_s),
+            ledger=self.ledger,
             policy=policy,
             settings=RoutingSettings(),
             random=random.Random(seed).random,  # noqa: S311 - ties of a benchmark
@@ -74,7 +75,11 @@ class VirtualFleet:
 
     def route(self, request: GenerateRequest, view: PromptView) -> Route:
         """Choose an engine and book it."""
-        return at_once(self._router.route(self._fleet, request, view))
+        return at_once(self._router.route(self.fleet, request, view))
+
+    def block_size(self, rank: RankId) -> int | None:
+        """Of a rank, as its events told."""
+        return self._router.known_ranks.block_sizes.get(rank)
 
     def _instance(self, name: str, settings: EngineSettings) -> Instance:
         rank = RankId(InstanceId(f"http://{name}:8000"), 0)

@@ -126,3 +126,54 @@ def routing(
         command.calibrate(options, console)
     else:
         command.bench(options, console)
+
+
+@bench.command()
+def overload(
+    *,
+    workload: Annotated[
+        list[WorkloadName] | None,
+        typer.Option(help="What is sent; conversation, arxiv, weka and agents. Repeatable."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 3,
+    promise: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, help="`admission.promise_s`, and what counts as good. Default: its."
+        ),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="One per core if not said.")] = None,
+) -> None:
+    """What is left of a fleet's goodput when more comes than it can serve, in virtual time.
+
+    With the balancer's line and without, on four engines, at 70 to 200 % of saturation. Exit status 1 if
+    with the line less than 90 % of the goodput at 100 % is left at 150 %.
+
+    For example:
+
+    - `kvlb bench overload --workload arxiv --seeds 1`
+    """
+    import os
+
+    from rich.console import Console
+
+    from kvlb.bench import command
+    from kvlb.bench.overload import OverloadOptions, bench_overload
+
+    options = OverloadOptions(
+        workloads=workload or ("conversation", "arxiv", "weka", "agents"),
+        seeds=seeds,
+        processes=processes or os.cpu_count() or 1,
+    )
+    if promise is not None:
+        options = OverloadOptions(
+            workloads=options.workloads,
+            seeds=seeds,
+            processes=options.processes,
+            promise_s=promise,
+        )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=command.FILE_WIDTH)
+    if not bench_overload(options, console):
+        raise typer.Exit(1)

@@ -153,7 +153,7 @@ def test_who_waits_too_long_is_refused() -> None:
 
 def test_in_a_standing_line_the_limit_is_short() -> None:
     """More comes than can be served: waiting long would only make everybody late."""
-    crowd = Crowd(max_wait_s=60, standing_s=10, standing_wait_s=2)
+    crowd = Crowd(max_wait_s=60, standing_s=10, promise_s=4)
     tickets = [crowd.enter(str(at_s), now_s=at_s) for at_s in (0, 7.5, 9)]
     crowd.line.refuse_overdue(9.9)
     before = [each.is_refused for each in tickets]
@@ -163,9 +163,18 @@ def test_in_a_standing_line_the_limit_is_short() -> None:
     assert [each.is_refused for each in tickets] == [True, True, False]
 
 
+def test_without_a_promise_a_standing_line_waits_as_any() -> None:
+    """There is nothing to be late for."""
+    crowd = Crowd(max_wait_s=60, standing_s=1, promise_s=0)
+    ticket = crowd.enter("a", now_s=0)
+    crowd.line.refuse_overdue(59)
+
+    assert not ticket.is_refused
+
+
 def test_an_empty_line_begins_anew() -> None:
     """A burst after a quiet moment may wait for the long time again."""
-    crowd = Crowd(max_wait_s=60, standing_s=10, standing_wait_s=2)
+    crowd = Crowd(max_wait_s=60, standing_s=10, promise_s=4)
     crowd.enter("a", now_s=0)
     crowd.serve()
     late = crowd.enter("b", now_s=20)

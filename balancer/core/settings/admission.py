@@ -2,20 +2,29 @@
 
 import msgspec
 
-from indexer.core.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from indexer.core.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
 
 class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Requests that no rank has room for wait in one line per model, and are decided when it has.
 
-    A rank has room while its prefill queue is short (`rank_queue_s`) and it is below
-    `routing.max_requests_per_rank`. The same line holds what comes faster than `requests_per_s`. What waits too long, or finds the line full, gets 503 with
-    `Retry-After` (docs/admission.md).
+    What waits too long, or finds the line full, gets 503 with `Retry-After`. The same line holds what
+    comes faster than `requests_per_s`. What makes a rank full counts once prefill rates are learned
+    (docs/admission.md).
     """
 
-    rank_queue_s: NonNegativeFloat = 5.0
-    """Estimated seconds of prefill before a new prompt's turn, from which on a rank gets no more.
-    Counts once prefill rates are learned. 0: engines queue without a bound."""
+    promise_s: NonNegativeFloat = 2.0
+    """How long a prompt may wait before it is computed. A rank with so much prefill before a new one
+    gets no more, and a line that stands is left after half of it. 0: engines queue without a bound."""
+    prefill_share: Share = 0.65
+    """Share of its time that a rank which decodes may spend on prompts, lately: at two thirds its
+    answers are three times as slow as on an idle engine. 1: any."""
+    memory_share: Share = 0.9
+    """Share of a rank's KV memory that prompts and answers in flight may fill, where its size is
+    known. 1: any."""
+    least_requests: PositiveInt = 8
+    """A rank with fewer legs in flight has room whatever they are: a few long prompts are no
+    overload."""
     requests_per_s: NonNegativeFloat = 0.0
     """Most requests that each process lets in per second, over all models; the others wait in line.
     0: no limit."""
@@ -23,8 +32,11 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Requests that wait for one model. Beyond it the least urgent is refused. 0: none may wait."""
     max_wait_s: PositiveFloat = 30.0
     """Longest wait."""
-    standing_s: PositiveFloat = 10.0
-    """A line that hasn't been empty for so long is no burst: more comes than the fleet can serve,
-    and waiting longer would help nobody."""
-    standing_wait_s: PositiveFloat = 10.0
-    """Longest wait in such a line."""
+    standing_s: PositiveFloat = 2.0
+    """A line that hasn't been empty for so long stands: more comes than the fleet can serve, and
+    waiting longer than half of `promise_s` would help nobody."""
+
+    @property
+    def standing_wait_s(self) -> float:
+        """Longest wait in a line that stands."""
+        return self.promise_s / 2 if self.promise_s else self.max_wait_s

@@ -275,12 +275,13 @@ class Balancer:
         )
         self.waits: list[str] = []
         """What came of each wait for room."""
-        admission_settings = options.pop("admission", AdmissionSettings(rank_queue_s=0))
+        admission_settings = options.pop("admission", AdmissionSettings(promise_s=0))
         self.admission = Admission(
             room=Room(
                 ledger=self.ledger,
                 vetting=self.reliability,
                 settings=admission_settings,
+                block_size=lambda _: None,
                 max_requests_per_rank=lambda: router.max_requests_per_rank,
             ),
             settings=admission_settings,

@@ -123,7 +123,7 @@ async def test_who_waits_too_long_gets_503(
 ) -> None:
     """In OpenAI's form, with the code of a full fleet and when to come back. No engine hears of it."""
     gate = Gate()
-    admission = AdmissionSettings(rank_queue_s=0, max_wait_s=0.05)
+    admission = AdmissionSettings(promise_s=0, max_wait_s=0.05)
     async with (
         engine(gate) as running,
         balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
@@ -147,7 +147,7 @@ async def test_a_full_line_is_told_at_once(
 ) -> None:
     """`max_waiting: 0` is how it was before there was a line."""
     gate = Gate()
-    admission = AdmissionSettings(rank_queue_s=0, max_waiting=0)
+    admission = AdmissionSettings(promise_s=0, max_waiting=0)
     async with (
         engine(gate) as running,
         balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
@@ -245,7 +245,7 @@ async def test_what_comes_too_fast_waits(
 ) -> None:
     """All are served in the end, however many came at once."""
     gate = Gate(permits=asyncio.Semaphore(20))
-    admission = AdmissionSettings(rank_queue_s=0, requests_per_s=50)
+    admission = AdmissionSettings(promise_s=0, requests_per_s=50)
     async with (
         engine(gate) as running,
         balancer(instance(running), admission=admission) as served,
@@ -272,11 +272,11 @@ class Loads:
 
 
 def queue(seconds: float) -> RankLoad:
-    """A rank with so much prefill before it."""
+    """A busy rank with so much prefill before it."""
     rates = RankRates(prefill_s_per_token=0.001, fixed_s=0.0)
     tokens = round(seconds * 1000)
     return RankLoad(
-        requests=1, queued_tokens=tokens, oldest_queued_s=0.0, head_tokens=tokens, rates=rates
+        requests=8, queued_tokens=tokens, oldest_queued_s=0.0, head_tokens=tokens, rates=rates
     )
 
 
@@ -289,7 +289,7 @@ def room(instance: Any) -> Any:
         *,
         roles: dict[str, Role] | None = None,
         knows_prefill: bool = True,
-        rank_queue_s: float = 2.0,
+        promise_s: float = 2.0,
     ) -> bool:
         instances = tuple(
             instance(f"http://{alias}:1", alias, role=(roles or {}).get(alias, Role.MIXED))
@@ -299,7 +299,8 @@ def room(instance: Any) -> Any:
         room = Room(
             ledger=Loads(by_rank, knows_prefill),  # type: ignore[arg-type]
             vetting=NoVetting(),
-            settings=AdmissionSettings(rank_queue_s=rank_queue_s),
+            settings=AdmissionSettings(promise_s=promise_s),
+            block_size=lambda _: None,
             max_requests_per_rank=lambda: 0,
         )
         return room.exists(Fleet(instances=instances), "m")
@@ -308,7 +309,7 @@ def room(instance: Any) -> Any:
 
 
 def test_one_short_queue_is_room(room: Any) -> None:
-    """Only if every rank has more before it than allowed nobody is let in."""
+    """Only if every rank has more before it than promised nobody is let in."""
     assert room({"a": 3.0, "b": 1.9})
     assert not room({"a": 3.0, "b": 2.1})
 
@@ -316,7 +317,7 @@ def test_one_short_queue_is_room(room: Any) -> None:
 def test_without_rates_queues_are_not_known(room: Any) -> None:
     """A prior could hold up a fleet that is ten times as fast."""
     assert room({"a": 30.0}, knows_prefill=False)
-    assert room({"a": 30.0}, rank_queue_s=0.0)
+    assert room({"a": 30.0}, promise_s=0.0)
 
 
 def test_a_prefill_rank_needs_room_as_well(room: Any) -> None:

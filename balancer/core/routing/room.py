@@ -1,0 +1,53 @@
+"""Whether one rank has room for one more request. Pure.
+
+A rank is full when a new prompt would wait for longer than promised, when prompts take so much of its
+time that those it decodes for are slowed more than promised, or when its KV memory is nearly taken: an
+engine without memory queues although it has no prompts to compute. A rank with few requests is never
+full, and no figure but the number of requests counts before rates are learned.
+"""
+
+import msgspec
+
+from balancer.core.load.ledger import RankLoad
+from balancer.core.routing.terms import queued_s
+from balancer.core.settings.admission import AdmissionSettings
+
+
+class RankLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What makes a rank full."""
+
+    settings: AdmissionSettings | None
+    """None: loads can't be judged yet, or aren't to be."""
+    max_requests: int | None
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is known of a rank."""
+
+    load: RankLoad
+    decodes: bool
+    memory_tokens: int | None
+    """KV memory; None: not known."""
+    block_size: int
+
+
+def has_room(rank: RankState, limits: RankLimits) -> bool:
+    """Tell if one more request may be sent there."""
+    load, settings = rank.load, limits.settings
+    if limits.max_requests is not None and load.requests >= limits.max_requests:
+        return False
+    if settings is None or load.requests < settings.least_requests:
+        return True
+    if queued_s(load) >= settings.promise_s:
+        return False
+    if rank.decodes and settings.prefill_share < 1 and load.work_share >= settings.prefill_share:
+        return False
+    return not _memory_is_taken(rank, settings)
+
+
+def _memory_is_taken(rank: RankState, settings: AdmissionSettings) -> bool:
+    if rank.memory_tokens is None or settings.memory_share >= 1:
+        return False
+    load = rank.load
+    taken = load.active_blocks * rank.block_size + load.output_tokens
+    return taken >= settings.memory_share * rank.memory_tokens
