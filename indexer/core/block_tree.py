@@ -68,7 +68,8 @@ class BlockTree:
     def known(self, backwards: Sequence[BlockKey]) -> KnownPart:
         """See `core.index.KnownBlocks`. What lies above a node is here too, so it can be bisected."""
         nodes = self.nodes
-        known = backwards[bisect_left(backwards, True, key=nodes.__contains__) :]
+        first = bisect_left(backwards, True, key=nodes.__contains__)
+        known = backwards[first:] if first else backwards
         return KnownPart(known, [nodes[key].engine_hash for key in known[::NAMED_EVERY]])
 
     def root(self, key: BlockKey) -> Node:

@@ -183,7 +183,8 @@ class Prompt:
         keys = self._keys.get(block_size)
         if keys is None:
             keys = block_keys(root_key(self.namespace), self._packed, block_size)
-            keys = keys[: self._creditable_tokens // block_size]
+            credited = self._creditable_tokens // block_size
+            keys = keys if credited >= len(keys) else keys[:credited]
             self._keys[block_size] = keys
         return keys
 
@@ -191,7 +192,8 @@ class Prompt:
         """Keys of the blocks that an engine may take from its cache, last first."""
         keys = self._backwards.get(block_size)
         if keys is None:
-            keys = self.keys(block_size)[: self.hit_limit_blocks(block_size)][::-1]
+            limit = self.hit_limit_blocks(block_size)
+            keys = self.keys(block_size)[limit - 1 :: -1] if limit else ()
             self._backwards[block_size] = keys
         return keys
 
@@ -200,7 +202,7 @@ class Prompt:
         return min(max(0, self.tokens - 1), self._creditable_tokens) // block_size
 
 
-class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True):
+class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How much of a prompt's beginning one rank holds. `tokens` never counts a gap."""
 
     tokens_by_tier: Mapping[Tier, int]
