@@ -56,9 +56,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slowed(settings: EngineSettings, slowdown: float) -> EngineSettings:
-    """Such an engine, slower."""
+    """Such an engine, slower, and without a topic, which is vLLM's default.
+
+    vllm-router 0.1.17 takes events with another one, and never finds a prefix in them.
+    """
     return msgspec.structs.replace(
         settings,
+        topic="",
         prefill_tokens_per_s=settings.prefill_tokens_per_s / slowdown,
         inter_token_ms=settings.inter_token_ms * slowdown,
     )
