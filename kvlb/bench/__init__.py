@@ -1,4 +1,4 @@
-"""`kvlb bench routing`: policies compared on fleets of simulated engines, in virtual time.
+"""`kvlb bench`: policies compared on fleets of simulated engines, in virtual time.
 
 `traces` and `synthetic` make workloads (`calls`), `clock` and `engine` (with `blocks`) run engines
 without sleeping, `fleet` puts them behind the balancer's own router, `play` sends a workload

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvlb.bench.markdown import render_markdown
 from kvlb.bench.oracle import OracleJob, OracleResult, search
-from kvlb.bench.plots import render_page
+from kvlb.bench.plots import render_overview, render_page
 from kvlb.bench.pool import Task, done_each
 from kvlb.bench.report import (
     Column,
@@ -29,6 +29,8 @@ from kvlb.bench.saturation import SATURATION, find_saturation
 from kvlb.errors import SettingsError
 
 PER_CENT = 100
+PAGE = "routing-benchmark"
+"""Files that `out` gets, whatever they end in."""
 FILE_WIDTH = 150
 """Columns of what is printed into a file."""
 
@@ -48,10 +50,19 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     """Calls of each run, from the first one; None: all."""
     oracle_moves: int = 0
-    """Of each search, at the highest load and the first seed; 0: no search."""
+    """Of each search: smallest fleet, highest load, first seed of each workload; 0: no search."""
     out: Path | None = None
     command: str = "kvlb bench routing"
     """To be written onto the page."""
+
+
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """What was asked for, but for the folder: where somebody's results lie is nobody's business."""
+    kept: list[str] = []
+    for before, each in pairwise(("", *arguments)):
+        if before != "--out" and each != "--out" and not each.startswith("--out="):
+            kept.append(each)
+    return kept
 
 
 def calibrate(options: BenchOptions, console: Console) -> None:
@@ -125,7 +136,7 @@ def _searches(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
     """They take longest, so they come first."""
     if not options.oracle_moves or options.one_slow:
         return []
-    highest = max(options.loads) / PER_CENT
+    highest, fewest = max(options.loads) / PER_CENT, min(options.engines)
     return [
         Task(
             search,
@@ -137,7 +148,7 @@ def _searches(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
             ),
         )
         for place, speed in places.items()
-        if place.load == highest
+        if place.load == highest and place.engines == fewest
     ]
 
 
@@ -170,6 +181,11 @@ def _write(
     options.out.mkdir(parents=True, exist_ok=True)
     whole = {"columns": as_json(measured), "oracle": msgspec.to_builtins(found)}
     page = render_markdown(measured, found, command=options.command, minutes=took_s / 60)
-    (options.out / "routing.json").write_text(json.dumps(whole, indent=1))
-    (options.out / "routing.md").write_text(page)
-    (options.out / "routing.html").write_text(render_page(measured, title=options.command))
+    files = {
+        "json": json.dumps(whole, indent=1),
+        "md": page,
+        "html": render_page(measured, title=options.command),
+        "svg": render_overview(measured),
+    }
+    for ending, text in files.items():
+        (options.out / f"{PAGE}.{ending}").write_text(text, "utf-8")

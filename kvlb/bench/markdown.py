@@ -67,7 +67,8 @@ def render_markdown(
     if oracle:
         parts.append("\n## Distance from a clairvoyant\n\n")
         parts += _oracle(oracle)
-    parts.append("\n## Every figure\n\nMeans over seeds; seconds.\n")
+    parts.append("\n## Every figure\n\nMeans over seeds; seconds.\n\n")
+    parts.append("![mean TTFT over load](routing-benchmark.svg)\n")
     for name, columns in groupby(measured, key=lambda column: column.place.workload):
         parts.append(f"\n### {name}\n\n")
         parts += _figures(columns)

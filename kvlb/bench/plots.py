@@ -1,4 +1,4 @@
-"""Plots of a comparison: one HTML page with SVG in it, nothing loaded from elsewhere."""
+"""Plots of a comparison: an HTML page with SVG in it, and one picture; nothing is loaded from elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,24 +40,58 @@ class Plot:
 
 
 def render_page(measured: Sequence[Column], *, title: str) -> str:
-    """The whole page."""
-    groups: dict[str, list[Column]] = {}
-    for column in measured:
-        place = column.place
-        groups.setdefault(f"{place.workload}, {place.engines} engines", []).append(column)
-    policies = list(measured[0].runs)
-    environment = Environment(
-        loader=PackageLoader("kvlb.bench", "."), autoescape=True, undefined=StrictUndefined
-    )
-    return environment.get_template("plots.html.j2").render(
+    """Every figure, as a page."""
+    groups = _groups(measured)
+    return _render(
+        "plots.html.j2",
         title=title,
-        width=WIDTH,
-        height=HEIGHT,
-        legend=list(zip(policies, COLORS, strict=False)),
+        legend=_legend(measured),
         groups=[
             (name, [_plot(columns, figure) for figure in SHOWN]) for name, columns in groups.items()
         ],
     )
+
+
+def render_overview(measured: Sequence[Column]) -> str:
+    """One figure of every fleet, as a picture for a document: a row per workload."""
+    groups = _groups(measured)
+    workloads = list(dict.fromkeys(columns[0].place.workload for columns in groups.values()))
+    fleets = list(dict.fromkeys(columns[0].place.engines for columns in groups.values()))
+    return _render(
+        "overview.svg.j2",
+        legend=_legend(measured),
+        rows=len(workloads),
+        columns=len(fleets),
+        panels=[
+            (
+                name,
+                workloads.index(columns[0].place.workload),
+                fleets.index(columns[0].place.engines),
+                _plot(columns, SHOWN[0]),
+            )
+            for name, columns in groups.items()
+        ],
+    )
+
+
+def _groups(measured: Sequence[Column]) -> dict[str, list[Column]]:
+    """Columns that differ in load only."""
+    groups: dict[str, list[Column]] = {}
+    for column in measured:
+        place = column.place
+        groups.setdefault(f"{place.workload}, {place.engines} engines", []).append(column)
+    return groups
+
+
+def _legend(measured: Sequence[Column]) -> list[tuple[str, str]]:
+    return list(zip(measured[0].runs, COLORS, strict=False))
+
+
+def _render(template: str, **values: object) -> str:
+    environment = Environment(
+        loader=PackageLoader("kvlb.bench", "."), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template(template).render(width=WIDTH, height=HEIGHT, **values)
 
 
 def _plot(columns: Sequence[Column], figure: str) -> Plot:

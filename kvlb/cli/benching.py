@@ -1,4 +1,4 @@
-"""Commands that measure: `bench routing`."""
+"""Commands that measure: `bench routing`, `bench overload`, `bench decisions`."""
 
 # ruff: noqa: PLC0415, PLR0913 - see `kvlb.cli`; and an option is an argument
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvlb.cli.options import Format, FormatOption
 
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure, without engines.")
 
@@ -81,7 +83,8 @@ def routing(
     oracle_moves: Annotated[
         int,
         typer.Option(
-            min=0, help="Of the search for the best placement, at the highest load; 0: none."
+            min=0,
+            help="Of the search for the best placement: smallest fleet, highest load; 0: none.",
         ),
     ] = 2000,
     calibrate: Annotated[
@@ -117,7 +120,7 @@ def routing(
         one_slow=one_slow,
         oracle_moves=0 if quick else oracle_moves,
         out=out,
-        command=" ".join(("kvlb", *sys.argv[1:])),
+        command=" ".join(("kvlb", *command.without_out(sys.argv[1:]))),
     )
     console = Console()
     if not console.is_terminal:
@@ -177,3 +180,35 @@ def overload(
         console = Console(width=command.FILE_WIDTH)
     if not bench_overload(options, console):
         raise typer.Exit(1)
+
+
+@bench.command()
+def decisions(
+    log: Annotated[
+        str,
+        typer.Argument(
+            metavar="LOG",
+            help="A file with what `/explain/recent?limit=100` answered, or one decision a line; `-` for stdin.",
+        ),
+    ],
+    *,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TERM=FACTOR", help="Times its recorded seconds. Repeatable."),
+    ] = None,
+    format: FormatOption = Format.TEXT,  # noqa: A002 - the option's name
+) -> None:
+    """Make recorded decisions again with other weights: which terms decide, and what would move.
+
+    Each for itself, with what was known then: a log doesn't tell what later requests would have found.
+
+    For example:
+
+    - `curl -s http://127.0.0.1:8080/explain/recent?limit=100 | kvlb bench decisions -`
+    - `kvlb bench decisions log.json --weight delay=2 --weight recent=0`
+    """
+    from rich.console import Console
+
+    from kvlb.bench.decisions import decide_again
+
+    decide_again(log, weight or (), as_json=format is Format.JSON, console=Console())

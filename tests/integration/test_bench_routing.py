@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -111,17 +112,19 @@ def test_tables_say_how_we_stand(tmp_path: Path) -> None:
     ]
     for word in ("chat, 4 engines, 85%", "kvlb is", "better", "against the best other", "endless"):
         assert word in shown
-    whole = json.loads((tmp_path / "routing.json").read_text())
+    whole = json.loads((tmp_path / "routing-benchmark.json").read_text())
     assert len(whole["columns"]) == 2
     assert len(whole["columns"][0]["runs"]["kvlb"]) == 2
     assert len(whole["oracle"]) == 1
-    page = (tmp_path / "routing.md").read_text()
+    page = (tmp_path / "routing-benchmark.md").read_text()
     assert "## Where it isn't best" in page
     assert "| 4, 85% | round_robin |" in page
-    plots = (tmp_path / "routing.html").read_text()
+    plots = (tmp_path / "routing-benchmark.html").read_text()
     assert plots.count("<svg") == 6
     assert "src=" not in plots
     assert "href=" not in plots
+    picture = ElementTree.parse(tmp_path / "routing-benchmark.svg")  # noqa: S314 - our own
+    assert len(picture.findall(".//{*}polyline")) == 2
 
 
 def test_a_fleet_that_was_never_calibrated_is_refused() -> None:
