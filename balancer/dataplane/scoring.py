@@ -23,6 +23,7 @@ from balancer.core.http.headers import Headers
 from balancer.core.http.rewrite import decode_body
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.request import GenerateRequest, PromptView
+from balancer.core.routing.sessions import opening
 from balancer.dataplane.jobs import note_candidate, note_plan, overlap
 from balancer.dataplane.placing import Place
 from balancer.routing.router import Route, Router
@@ -78,7 +79,7 @@ class Scoring:
         record.prompt_tokens = prompt.prompt_tokens
         record.prompt_source = prompt.source
         record.unscorable = prompt.unscorable
-        if not prompt.prompts:
+        if not prompt.prompts and opening(request.body) is None:
             return None
         exclude = frozenset(rank for each in lacking for rank in each.rank_ids())
         try:

@@ -42,6 +42,15 @@ ENGINE_MAY_KNOW = frozenset(
     }
 )
 """What the local tokenizer can't do and an engine perhaps can."""
+HAS_NO_OPENING = frozenset(
+    {
+        Unscorable.BAD_TOKENS,
+        Unscorable.BAD_PROMPT,
+        Unscorable.PROMPT_EMBEDS,
+        Unscorable.TOO_MANY_PROMPTS,
+    }
+)
+"""Where a request can't even be told from others by how it begins (`core.routing.sessions`)."""
 
 
 class PromptReader:
@@ -82,7 +91,8 @@ class PromptReader:
             tokens, source = await self._tokenize(fleet, request, shape)
             return PromptView(prompts=self._pack(fleet, request, tokens), source=source)
         except UnscorableError as error:
-            return PromptView(unscorable=error.reason.value)
+            source = "none" if error.reason in HAS_NO_OPENING else "opening"
+            return PromptView(source=source, unscorable=error.reason.value)
 
     async def _read_before_media(
         self, fleet: Fleet, request: GenerateRequest, shape: ChatShape

@@ -28,19 +28,27 @@ async def up(fleet: str) -> AsyncIterator[RunningKvlb]:
             load_settings(None, Overrides(instances=options, port=0), {}),
             tokens=TokensSettings(deadline_s=10.0),
         )
-        async with running_kvlb(settings) as kvlb, asyncio.timeout(10):
-            is_known = False
-            while not is_known:
-                is_known = await knows_all(kvlb, len(engines.engines))
-                await asyncio.sleep(0.01)
+        async with running_kvlb(settings) as kvlb:
+            await until(kvlb, lambda ranks: trusted(ranks) == len(engines.engines))
             yield kvlb
 
 
-async def knows_all(kvlb: RunningKvlb, engines: int) -> bool:
-    async with httpx.AsyncClient(trust_env=False) as http:
-        status = (await http.get(f"{kvlb.url}/status")).json()
-    ranks = [rank["index"] for each in status["instances"] for rank in each["ranks"]]
-    return [rank["trust"] for rank in ranks if rank].count("exact") == engines
+async def until(kvlb: RunningKvlb, holds: Callable[[list[dict[str, Any]]], bool]) -> None:
+    """Wait until what the index says of the ranks is so."""
+    async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False) as http:
+        is_so = False
+        while not is_so:
+            status = (await http.get(f"{kvlb.url}/status")).json()
+            is_so = holds([rank["index"] for each in status["instances"] for rank in each["ranks"]])
+            await asyncio.sleep(0.01)
+
+
+def trusted(ranks: list[dict[str, Any]]) -> int:
+    return sum(1 for rank in ranks if rank and rank["trust"] == "exact")
+
+
+def held(ranks: list[dict[str, Any]]) -> int:
+    return sum(rank["held_blocks"] for rank in ranks if rank)
 
 
 def message(turn: int, who: int) -> dict[str, Any]:
@@ -69,6 +77,7 @@ async def test_conversation_stays_where_it_is_cached(
 ) -> None:
     """Each turn finds what the ones before have left, whatever came in between; nobody prefills for it."""
     by_conversation: dict[int, list[tuple[str, int]]] = {who: [] for who in range(6)}
+    recent: list[dict[str, Any]] = []
 
     async with up(fleet) as kvlb, httpx.AsyncClient(trust_env=False) as http:
         for turn in range(TURNS):
@@ -78,7 +87,9 @@ async def test_conversation_stays_where_it_is_cached(
                 headers = answer.headers
                 overlap = int(headers["x-kvlb-overlap-tokens"])
                 seen.append((headers["x-kvlb-instance"], overlap))
-        recent = (await http.get(f"{kvlb.url}/explain/recent")).json()["decisions"]
+            recent = (await http.get(f"{kvlb.url}/explain/recent")).json()["decisions"]
+            computed = sum(each["prompt_tokens"] // 16 for each in recent[: len(by_conversation)])
+            await until(kvlb, lambda ranks, least=computed: held(ranks) >= least)  # type: ignore[misc]
 
     for seen in by_conversation.values():
         assert len({instance for instance, _ in seen}) == 1

@@ -34,7 +34,7 @@ REASONS = {
     "connector_mismatch": "no prefill leg: every prefill instance has another connector",
     "not_splittable": "no prefill leg: such a request can't be split over two legs",
     "prefill_failed": "no prefill leg: prefill instances failed, and the operator allows local",
-    "unscorable": "tokens are unknown: routed by load alone",
+    "unscorable": "tokens are unknown: routed by load, and by how the text begins",
     "forced_local": "the operator forces prefill where the request decodes",
     "forced_remote": "the operator forces prefill elsewhere",
 }

@@ -31,7 +31,7 @@ class Reason(StrEnum):
     PREFILL_FAILED = "prefill_failed"
     """Prefill legs failed; the decode instance does it all, since the operator allows it."""
     UNSCORABLE = "unscorable"
-    """Tokens are unknown: routed by load alone."""
+    """Tokens are unknown: routed by load, and by how the text begins."""
     LOCAL_FASTER = "local_faster"
     """Skipped: by estimate, computing it where it decodes costs less than a prefill leg."""
     FORCED_LOCAL = "forced_local"

@@ -257,12 +257,13 @@ async def test_what_cannot_be_scored_has_a_reason(
     fleet_of: FleetOf,
     tokenizer_directory: str,
 ) -> None:
-    """It is routed by load; nothing is fetched and nothing raised."""
+    """It is routed by load, and by how it begins; nothing is fetched and nothing raised."""
     reader = make_reader(models={"tiny": tokenizer_directory}, engine_fallback=False)
 
     view = await reader.read(fleet_of(), make_request(body))
 
-    assert (view.unscorable, view.source, view.prompts) == (reason, "none", ())
+    source = "none" if reason in {"bad_prompt", "prompt_embeds"} else "opening"
+    assert (view.unscorable, view.source, view.prompts) == (reason, source, ())
 
 
 SEES_PARTS = """\
