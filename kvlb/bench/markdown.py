@@ -20,7 +20,7 @@ from kvlb.bench.workloads import WORKLOADS
 
 ABOUT = """# Routing benchmark
 
-Written by `{command}`: {runs} runs in {minutes:.0f} minutes. Traces and synthetic workloads go through the
+Written by `{command}`: {runs} runs in {minutes:.1f} minutes. Traces and synthetic workloads go through the
 balancer's own router, ledger, planner and index to fleets of simulated engines, in virtual time. Nothing here was measured on a GPU.
 
 - **Engines**: 20,000 prompt tokens/s (`chat`: 8,000), steps of 10 ms, 8,192 tokens a step, 64 seats, no role (they prefill and decode). Too little cache for everything, as below. What they evict
