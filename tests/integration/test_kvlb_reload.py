@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from balancer.core.settings.dataplane import DataPlaneSettings
 from kvlb.reload import Reloader
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
 
@@ -197,7 +198,7 @@ async def test_keys_that_need_a_restart_are_named_each_time(watch: Watch) -> Non
 
     assert first["keys"] == second["keys"] == ["port", "dataplane.retries"]
     assert watched.applied[0].port == 8080
-    assert watched.applied[0].dataplane.retries == 1
+    assert watched.applied[0].dataplane.retries == DataPlaneSettings().retries
     assert watched.applied[0].routing.policy == "session"
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import structlog
 from rich.console import Console
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from kvlb.cli import app
@@ -408,14 +409,13 @@ async def test_bar_is_drawn_where_somebody_watches() -> None:
 
 
 async def test_log_lines_are_written_where_nobody_does(
-    capsys: pytest.CaptureFixture[str],
+    eventually: Callable[[Callable[[], object]], Awaitable[None]],
 ) -> None:
     """One after the other."""
     console = Console(file=io.StringIO(), force_terminal=False)
-    printed = ""
-    async with asyncio.timeout(5), shown_progress(Sent(), 3, console, log_s=0.0):
-        while "replay_sent" not in printed:
-            await asyncio.sleep(0.001)
-            printed += capsys.readouterr().out
+    with capture_logs() as lines:
+        async with shown_progress(Sent(), 3, console, log_s=0.01):
+            await eventually(lambda: len(lines) >= 2)
 
-    assert "planned" in printed
+    assert {each["event"] for each in lines} == {"replay_sent"}
+    assert lines[0]["planned"] == 3
