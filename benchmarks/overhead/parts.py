@@ -1,0 +1,293 @@
+"""What a request costs kvlb itself, part by part: `python -m benchmarks.overhead.parts`.
+
+A request that isn't streamed, 16 token ids, round robin over two instances, goes from the bytes of its client's
+connection to the bytes of its answer. Everything is kvlb's own but the sockets: engines and clients
+are transports in this process. So no system call and no other process is measured, and what is left
+out of a setting is what it costs:
+
+- *protocols*: read, sent to the engine, its answer passed on; nothing else;
+- *without deciding*: everything but the tokens, the lookup, the plan and the ledger;
+- *without bookkeeping*: everything but metrics, decision log and log line;
+- *everything*.
+
+CPU time, settings in turn, the least of all rounds: shared caches and cores only ever add to it.
+"""
+
+import asyncio
+import itertools
+import platform
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry
+from uvicorn.server import ServerState
+
+from balancer.connectors.available import connectors
+from balancer.core.decision_log import DecisionLog
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.http.body import whole
+from balancer.core.http.headers import pass_answer_headers, pass_request_headers
+from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.record import RequestRecord
+from balancer.core.request import PromptView
+from balancer.core.routing.forecast import Forecast
+from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
+from balancer.core.routing.policies import named_policy
+from balancer.core.settings.control import TokensSettings
+from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.core.settings.reliability import ReliabilitySettings
+from balancer.core.settings.routing import RoutingSettings
+from balancer.dataplane.connection import Connection
+from balancer.dataplane.direct import DirectProtocol
+from balancer.dataplane.exchange import Exchange
+from balancer.dataplane.plane import DataPlane
+from balancer.dataplane.reliability import Reliability
+from balancer.dataplane.upstream import Upstream
+from balancer.metrics import BalancerMetrics
+from balancer.routing.reporting import Reporting
+from balancer.routing.router import Router
+from balancer.tokens.reader import PromptReader
+from benchmarks.overhead.client import write_request
+from benchmarks.overhead.engine import ANSWER, BLOCK_SIZE, MODEL, PLAIN_HEAD, SHORT_PROMPT_TOKENS
+from indexer.core.index import GroupKind, GroupSpec, RankUpdate
+from indexer.core.model_cards import ServedModels
+from indexer.core.types import InstanceId, RankId
+from indexer.memory_index import MemoryIndex
+from kvlb.event_loop import spare_startup_objects
+from kvlb.logs import LineLog
+
+ROUNDS, REQUESTS, CLIENTS = 15, 1000, 32
+
+_BODY = ANSWER % (SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 16, 0)
+_ANSWER = PLAIN_HEAD % (b"200 OK", len(_BODY)) + _BODY
+_MODELS = ServedModels(base=MODEL, aliases=frozenset({MODEL}), adapters=frozenset(), cards=())
+_FLEET = Fleet(
+    instances=tuple(
+        Instance(
+            id=InstanceId(f"http://e{each}:8000"), alias=f"e{each}", models=_MODELS, healthy=True
+        )
+        for each in range(2)
+    )
+)
+
+
+class Wire:
+    """A connection whose other end is `on_write`."""
+
+    def __init__(self, on_write: Callable[[bytes], None]) -> None:
+        self.write = on_write
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_extra_info(self, _name: str) -> None:
+        return None
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """It stays open."""
+
+
+class InstantEngines(Upstream):
+    """Connections to engines that answer in the loop's next turn."""
+
+    async def _open(self, pool: Any) -> Connection:
+        connection = Connection(on_reusable=partial(self._keep, pool), on_lost=pool.used.discard)
+        loop = asyncio.get_running_loop()
+        wire = Wire(lambda _: loop.call_soon(connection.data_received, _ANSWER))
+        connection.connection_made(wire)
+        return connection
+
+
+class Protocols:
+    """Passes requests and answers on, and does nothing else."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._turn = itertools.cycle(each.id for each in _FLEET.instances)
+
+    def proxies(self, path: str) -> bool:
+        return path.startswith("/v1/")
+
+    async def handle(self, exchange: Exchange) -> None:
+        body = await exchange.read_body(1 << 26)
+        headers = pass_request_headers(exchange.headers)
+        answer = await self._upstream.send(
+            next(self._turn), "POST", exchange.path, headers, whole(body)
+        )
+        await exchange.answer(answer.status, pass_answer_headers(answer.headers), answer.take())
+        answer.close()
+
+
+class NoPrompts:
+    """A tokens stage that finds nothing."""
+
+    async def read(self, *_: Any) -> PromptView:
+        return PromptView(source="ids")
+
+
+class _NoGuard:
+    def first_token(self) -> None: ...
+    def generated(self, tokens: int) -> None: ...
+    def cached(self, tokens: int) -> None: ...
+
+
+@dataclass(slots=True)
+class DecidedRoute:
+    """A route that nobody chose and nothing counts."""
+
+    plan: RoutePlan
+    decode_guard: _NoGuard
+    told: Forecast
+
+    def forecast(self, _kind: str, *, loads: bool) -> Forecast:  # noqa: ARG002 - as Route
+        return self.told
+
+    def __enter__(self) -> "DecidedRoute":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class InTurn:
+    """A router that takes instances in turn."""
+
+    def __init__(self) -> None:
+        self._routes = itertools.cycle([self._route(each) for each in _FLEET.instances])
+
+    async def route(self, *_: Any, **__: Any) -> DecidedRoute:
+        return next(self._routes)
+
+    def _route(self, instance: Instance) -> DecidedRoute:
+        candidate = Candidate(rank=RankId(instance.id, 0), instance=instance)
+        told = Forecast(rank=candidate.rank, model=MODEL, matched_s=0.0, incomparable="unscorable")
+        plan = RoutePlan(decode=Choice(candidate=candidate, cost_s=0.0), reason=Reason.AGGREGATED)
+        return DecidedRoute(plan, _NoGuard(), told)
+
+
+async def plane(log: LineLog, *, decides: bool = True, keeps_books: bool = True) -> DataPlane:
+    """A data plane like that of `kvlb up`, with or without these parts."""
+    clock = time.monotonic
+    ledger = LocalLedger(clock)
+    metrics = BalancerMetrics(CollectorRegistry(), lambda: _FLEET)
+    decisions = DecisionLog(limit=1000)
+    reliability = Reliability(ReliabilitySettings(), fleet=lambda: _FLEET, clock=clock)
+    index = MemoryIndex()
+    for each in _FLEET.ranks:
+        group = GroupSpec(group=0, kind=GroupKind.FULL, block_size=BLOCK_SIZE)
+        await index.apply(RankUpdate(rank=each, model=MODEL, epoch=1, seq=0, changes=[group]))
+    router = Router(
+        index=index,
+        ledger=ledger,
+        policy=named_policy("round_robin"),
+        settings=RoutingSettings(),
+        random=random.random,
+        clock=clock,
+        connectors=connectors(),
+        vetting=reliability,
+        on_lookup=metrics.on_lookup,
+    )
+    reader = PromptReader(settings=TokensSettings(), pool=None, engine=None, clock=clock)  # type: ignore[arg-type]
+
+    def keep(record: RequestRecord) -> None:
+        metrics.observe(record)
+        decisions.add(record)
+
+    parts: dict[str, Any] = {
+        "reader": reader if decides else NoPrompts(),
+        "router": router if decides else InTurn(),
+        "on_record": keep if keeps_books else lambda _: None,
+        "log_request": log.request_done if keeps_books else lambda _: None,
+    }
+    return DataPlane(
+        fleet=lambda: _FLEET,
+        upstream=_engines(),
+        connectors=connectors(),
+        settings=DataPlaneSettings(),
+        report_health=lambda *_: None,
+        clock=clock,
+        new_id=lambda: f"{random.getrandbits(128):032x}",
+        ledger=ledger,
+        on_leg_end=Reporting(None, clock=clock, on_outcome=metrics.on_prediction).on_leg_end,
+        reliability=reliability,
+        **parts,
+    )
+
+
+def _engines() -> InstantEngines:
+    return InstantEngines(connect_timeout_s=5, first_byte_timeout_s=600, idle_timeout_s=120)
+
+
+async def cpu_s(answers: Any) -> float:
+    """CPU seconds of one request, many after the other on a few connections at once."""
+    loop = asyncio.get_running_loop()
+    config = uvicorn.Config("", interface="asgi3", loop="none", log_config=None)
+    config.loaded, config.loaded_app, config.ws_protocol_class = True, None, None
+    request = write_request(list(range(SHORT_PROMPT_TOKENS)))
+    over: asyncio.Future[None] = loop.create_future()
+    left = iter(range(REQUESTS, 0, -1))
+
+    def connect() -> None:
+        def on_write(_: bytes) -> None:
+            number = next(left)
+            if number > CLIENTS:
+                loop.call_soon(protocol.data_received, request)
+            elif number == 1:
+                over.set_result(None)
+
+        protocol = DirectProtocol(
+            answers, config=config, server_state=ServerState(), app_state={}, _loop=loop
+        )
+        protocol.connection_made(Wire(on_write))
+        protocol.data_received(request)
+
+    started_s = time.process_time()
+    for _ in range(CLIENTS):
+        connect()
+    await over
+    return (time.process_time() - started_s) / REQUESTS
+
+
+async def measure(log: LineLog) -> dict[str, list[float]]:
+    """Every setting in every round; the first round warms up."""
+    settings: dict[str, Any] = {
+        "protocols": Protocols(_engines()),
+        "without deciding": await plane(log, decides=False),
+        "without bookkeeping": await plane(log, keeps_books=False),
+        "everything": await plane(log),
+    }
+    spare_startup_objects()
+    taken_s: dict[str, list[float]] = {name: [] for name in settings}
+    for round_ in range(ROUNDS + 1):
+        for name, answers in settings.items():
+            seconds = await cpu_s(answers)
+            if round_:
+                taken_s[name].append(seconds)
+    return taken_s
+
+
+def main() -> None:
+    """Measure and print."""
+    with (
+        Path("/dev/null").open("wb") as nowhere,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        taken_s = runner.run(measure(LineLog(nowhere, tells_requests=True)))
+    print(f"Python {platform.python_version()}, {ROUNDS} rounds of {REQUESTS} requests.\n")
+    print("| setting | µs of CPU per request, least | median |\n| --- | ---: | ---: |")
+    for name, seconds in taken_s.items():
+        print(f"| {name} | {min(seconds) * 1e6:.0f} | {median(seconds) * 1e6:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
