@@ -75,6 +75,15 @@ BENCHMARKS = (
         "requests in flight, in one process and without sockets.",
     ),
     Benchmark(
+        "overhead.parts",
+        "What a proxied request is made of",
+        "A request that isn't streamed, 16 token ids, round robin over two instances, from the bytes of its "
+        "client's connection to those of its answer, with engines and clients in the same process: no system "
+        "call is in it, nor what follows events. What a setting leaves out is what it costs, in the company of the rest: "
+        "each part finds the processor's caches full of the others, so deciding takes twice what it takes alone "
+        "(above). docs/decisions/0010-server-protocol.md has the account, and what was tried.",
+    ),
+    Benchmark(
         "overhead",
         "Proxied requests",
         "Every proxy in turn, in front of the same two engines that answer at once (or stream a chunk "

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
+from balancer.core.request_line import request_line
 
 
 def leg(kind: str, cached_tokens: int | None, error: str | None = None) -> LegRecord:
@@ -68,3 +70,12 @@ def test_an_opening_is_not_the_first_token() -> None:
 def test_what_became_of_media_has_one_word(counts: dict[str, Any], reason: str) -> None:
     """What went wrong counts most."""
     assert EncodeRecord(items=2, **counts).reason == reason
+
+
+def test_line_tells_of_waiting_only_where_there_was_any() -> None:
+    """Most requests don't wait in line."""
+    made = record()
+    assert "waited_s" not in msgspec.to_builtins(request_line(made))
+
+    made.waited_s = 0.25
+    assert request_line(made).waited_s == 0.25

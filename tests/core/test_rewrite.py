@@ -228,3 +228,8 @@ def test_deep_nesting_is_refused() -> None:
         decode_body(deep)
     with pytest.raises(BadRequestError, match="not valid JSON"):
         decode_body(b"\xef\xbb\xbf" + deep)
+
+
+def test_options_of_a_stream_may_say_what_they_like() -> None:
+    """Of the right type they are the engine's business."""
+    check_generate_body(Endpoint.COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}})

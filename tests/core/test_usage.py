@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from balancer.core.http.usage import Usage, decode_head, prefill_fault, read_usage
+from balancer.core.http.usage import Usage, decode_head, prefill_fault, read_usage, usage_of
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,38 @@ def test_what_is_no_object_has_no_head(data: bytes) -> None:
 def test_prefill_fault(answer: object, is_fault: bool) -> None:
     """A 200 can hold a failure (F37)."""
     assert (prefill_fault(answer) is not None) == is_fault
+
+
+@pytest.mark.parametrize(
+    ("usage", "read"),
+    [
+        pytest.param(
+            {
+                "prompt_tokens": 9,
+                "completion_tokens": 2,
+                "prompt_tokens_details": {"cached_tokens": 4},
+            },
+            (9, 2, 4),
+            id="plain",
+        ),
+        pytest.param(
+            {"prompt_tokens": 9, "prompt_tokens_details": None}, (9, None, None), id="bare"
+        ),
+        pytest.param({"input_tokens": 9, "output_tokens": 2}, (9, 2, None), id="other-words"),
+        pytest.param(
+            {"prompt_tokens": True, "completion_tokens": -1}, (None, None, None), id="odd"
+        ),
+    ],
+)
+def test_usage_of_a_whole_answer(usage: Any, read: tuple[int | None, ...]) -> None:
+    """Read in one go where it is plain, tolerantly where it isn't: the same figures."""
+    told = usage_of(json.dumps({"id": "x", "choices": [], "usage": usage}).encode())
+
+    assert told is not None
+    assert (told.prompt_tokens, told.completion_tokens, told.cached_tokens) == read
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":[]}', b'{"usage":null}', b"{"])
+def test_answer_that_tells_no_usage(body: bytes) -> None:
+    """Nothing is known then."""
+    assert usage_of(body) is None
