@@ -232,4 +232,6 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_options_of_a_stream_may_say_what_they_like() -> None:
     """Of the right type they are the engine's business."""
-    check_generate_body(Endpoint.COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}})
+    check_generate_body(
+        Endpoint.COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}
+    )
