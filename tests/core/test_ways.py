@@ -46,7 +46,7 @@ def local(load: RankLoad, uncached_tokens: float = 1000, memory_share: float = 0
         output_tokens=100,
         loading_tokens=0,
         memory_share=memory_share,
-        on_decode=True,
+        role=Role.DECODE,
     )
     return sum(terms.values())
 
@@ -60,7 +60,7 @@ def test_full_memory_is_a_share_of_time_sold() -> None:
         output_tokens=100,
         loading_tokens=0,
         memory_share=0.8,
-        on_decode=True,
+        role=Role.DECODE,
     )
 
     assert terms["delay"] == pytest.approx(0.25 + 0.51 / (1 - 0.64))
@@ -76,7 +76,7 @@ def test_loading_is_named_only_where_there_is_some() -> None:
             output_tokens=100,
             loading_tokens=tokens,
             memory_share=0,
-            on_decode=False,
+            role=Role.MIXED,
         )
         for tokens in (60, 0)
     )
@@ -89,17 +89,30 @@ def test_a_hand_over_takes_the_prefill_the_transfer_and_a_step() -> None:
     """The step is slowed by everybody in flight."""
     load = RankLoad(requests=3, rates=RATES)
 
-    assert remote_terms(
-        load, offer("p0", 0.3), uncached_tokens=500, output_tokens=100
-    ) == pytest.approx({"prefill": 0.3, "transfer": 0.06, "step": 0.023})
+    assert remote_terms(load, offer("p0", 0.3), uncached_tokens=500) == pytest.approx(
+        {"prefill": 0.3, "transfer": 0.06, "step": 0.023}
+    )
 
 
-def test_a_hand_over_pushes_out_what_the_answer_needs() -> None:
-    """What the prompt pushes out is priced where it is computed."""
-    load = RankLoad(reuse_chance=0.5, rates=RATES)
-    terms = remote_terms(load, offer("p0", 0.3), uncached_tokens=500, output_tokens=100)
+@pytest.mark.parametrize(
+    ("role", "is_priced"), [(Role.MIXED, True), (Role.DECODE, False), (Role.PREFILL, False)]
+)
+def test_what_is_pushed_out_counts_on_mixed_ranks_only(role: Role, *, is_priced: bool) -> None:
+    """Between prefill and decode ranks it made the slowest answers of a trace slower."""
+    terms = local_terms(
+        RankLoad(reuse_chance=0.5, rates=RATES),
+        uncached_tokens=1000,
+        output_tokens=100,
+        loading_tokens=0,
+        memory_share=0.0,
+        role=role,
+    )
+    remote = remote_terms(
+        RankLoad(reuse_chance=0.5, rates=RATES), offer("p0", 0.3), uncached_tokens=500
+    )
 
-    assert terms["eviction"] == pytest.approx(2 * 0.5 * 0.1 * 1.25)
+    assert ("eviction" in terms) is is_priced
+    assert "eviction" not in remote
 
 
 def test_what_was_handed_over_waits_for_prompts_computed_there() -> None:
@@ -112,10 +125,8 @@ def test_what_was_handed_over_waits_for_prompts_computed_there() -> None:
         for work_s in (0.25, 4.0)
     )
 
-    assert remote_terms(load, quick, uncached_tokens=0, output_tokens=100)["wait"] == pytest.approx(
-        2.01 - 0.75
-    )
-    assert remote_terms(load, slow, uncached_tokens=0, output_tokens=100)["wait"] == 0
+    assert remote_terms(load, quick, uncached_tokens=0)["wait"] == pytest.approx(2.01 - 0.75)
+    assert remote_terms(load, slow, uncached_tokens=0)["wait"] == 0
 
 
 def test_a_slow_link_can_lose_to_a_dearer_prefill_rank() -> None:

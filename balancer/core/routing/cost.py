@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from balancer.core.fleet.snapshot import Role
 from balancer.core.load.ledger import RankLoad
 from balancer.core.routing.plan import Candidate, Choice, OtherWay
 from balancer.core.routing.terms import (
@@ -32,7 +31,6 @@ from balancer.core.routing.terms import (
 from balancer.core.routing.ways import Offer, best_offer, local_terms, remote_terms
 from indexer.core.types import RankId
 
-_DECODE = Role.DECODE  # looking an enum member up costs as much as a term
 TieBreak = Callable[[RankId], float]
 """A random draw per rank, the same one whenever asked within one decision."""
 
@@ -109,7 +107,7 @@ def _way(
     offer = remote = None
     if loaded.offers:
         offer = best_offer(loaded.offers, lacking)
-        remote = remote_terms(load, offer, uncached_tokens=lacking, output_tokens=answer_tokens)
+        remote = remote_terms(load, offer, uncached_tokens=lacking)
         if not loaded.may_local:
             return remote, offer.prefill, None
     local = local_terms(
@@ -118,7 +116,7 @@ def _way(
         output_tokens=answer_tokens,
         loading_tokens=loaded.candidate.loading_tokens,
         memory_share=0.0 if loaded.memory is None else loaded.memory.share(load),
-        on_decode=loaded.candidate.instance.role is _DECODE,
+        role=loaded.candidate.instance.role,
     )
     if offer is None or remote is None:
         return local, None, None

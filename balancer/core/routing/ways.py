@@ -26,10 +26,12 @@ way. The way that takes less is taken.
 
 import msgspec
 
+from balancer.core.fleet.snapshot import Role
 from balancer.core.load.ledger import RankLoad, TransferRates
 from balancer.core.routing.plan import Choice
-from balancer.core.routing.terms import LEAST_PRICE, eviction_s, queued_s, stall_weight, work_price
+from balancer.core.routing.terms import eviction_s, queued_s, stall_weight, work_price
 
+_MIXED, _DECODE = Role.MIXED, Role.DECODE  # looking an enum member up costs as much as a term
 OWN_TERMS = frozenset({"queue", "fixed", "work", "loading", "transfer", "step", "wait"})
 """What the request itself waits for; the rest is what it costs others."""
 WAY_TERMS = OWN_TERMS | {"delay", "stall", "eviction", "prefill"}
@@ -49,9 +51,12 @@ def local_terms(
     output_tokens: float,
     loading_tokens: float,
     memory_share: float,
-    on_decode: bool,
+    role: Role,
 ) -> dict[str, float]:
-    """What it takes if the rank computes the prompt itself."""
+    """What it takes if the rank computes the prompt itself.
+
+    The price of what is pushed out counts on mixed ranks only: see docs/routing.md.
+    """
     rates = load.rates
     work_s = rates.prefill_s_per_token * uncached_tokens
     queue_s = queued_s(load)
@@ -61,9 +66,9 @@ def local_terms(
         "fixed": rates.fixed_s,
         "work": work_s,
         "delay": work_s * price,
-        "stall": stall_weight(memory_share, on_decode=on_decode) * load.decoding * work_s,
+        "stall": stall_weight(memory_share, on_decode=role is _DECODE) * load.decoding * work_s,
     }
-    if load.reuse_chance:
+    if load.reuse_chance and role is _MIXED:
         terms["eviction"] = eviction_s(
             load, new_tokens=uncached_tokens + output_tokens, work_price=price
         )
@@ -73,9 +78,7 @@ def local_terms(
     return terms
 
 
-def remote_terms(
-    load: RankLoad, offer: Offer, *, uncached_tokens: int, output_tokens: float
-) -> dict[str, float]:
+def remote_terms(load: RankLoad, offer: Offer, *, uncached_tokens: int) -> dict[str, float]:
     """What it takes if `offer` computes the prompt and hands over what the rank lacks."""
     rates = load.rates
     transfer_s = offer.transfer.seconds(uncached_tokens)
@@ -84,8 +87,6 @@ def remote_terms(
         "transfer": transfer_s,
         "step": rates.step_s + rates.step_s_per_request * load.requests,
     }
-    if load.reuse_chance:
-        terms["eviction"] = eviction_s(load, new_tokens=output_tokens, work_price=LEAST_PRICE)
     if load.oldest_queued_s is not None:
         # Engines admit nobody while a long prompt takes all the tokens of their steps.
         ready_s = own_s(offer.prefill) + transfer_s
