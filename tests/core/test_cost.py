@@ -168,25 +168,16 @@ def test_memory_costs_nothing_where_its_size_is_unknown() -> None:
 
 
 def test_memory_that_runs_out_is_waited_for() -> None:
-    """What is missing, at the pace at which those that decode free theirs: who waits frees nothing."""
+    """What is missing, at the pace at which decodes free what is in use."""
     rates = RankRates(output_tokens=100, decode_s=4.0)
-    load = RankLoad(requests=3, decoding=2, rates=rates)
+    load = RankLoad(requests=1, rates=rates)
     full = MemoryUse(active_tokens=900, need_tokens=300, capacity_tokens=1000)
     roomy = MemoryUse(active_tokens=900, need_tokens=300, capacity_tokens=100_000)
 
-    congestion_s = 0.3 * 4.0 * (500 / 1000) * 0.97 / 0.03
-    assert memory_s(load, full) == pytest.approx(4.0 * 400 / 600 + congestion_s)
-    assert memory_s(load, roomy) == pytest.approx(0.3 * 4.0 * (500 / 1e5) * 0.014 / 0.986)
+    congestion_s = 0.3 * 4.0 * (400 / 1000) * 0.97 / 0.03
+    assert memory_s(load, full) == pytest.approx(4.0 * 300 / 900 + congestion_s)
+    assert memory_s(load, roomy) == pytest.approx(0.3 * 4.0 * (400 / 1e5) * 0.013 / 0.987)
     assert estimate(loaded(load, memory=full)).terms["memory"] == memory_s(load, full)
-
-
-def test_where_nobody_decodes_a_tenth_of_the_memory_frees_itself() -> None:
-    """Those in line will decode in turn."""
-    load = RankLoad(requests=2, rates=RankRates(output_tokens=0, decode_s=4.0))
-    full = MemoryUse(active_tokens=900, need_tokens=300, capacity_tokens=1000)
-
-    congestion_s = 0.3 * 4.0 * (300 / 1000) * 0.97 / 0.03
-    assert memory_s(load, full) == pytest.approx(4.0 * 200 / 100 + congestion_s)
 
 
 def test_what_is_pushed_out_is_priced_as_work_is() -> None:

@@ -84,9 +84,7 @@ def memory_s(load: RankLoad, memory: MemoryUse) -> float:
     """The wait until enough is free, and a price that rises as little is left."""
     decode_s, capacity = load.rates.decode_s, memory.capacity_tokens
     over = memory.with_growth(load) - capacity
-    # Those that wait themselves free nothing.
-    decoding = load.decoding / max(1, load.requests)
-    freed = max(memory.active_tokens * decoding, LEAST_ACTIVE_SHARE * capacity)
+    freed = max(memory.active_tokens, LEAST_ACTIVE_SHARE * capacity)
     wait_s = decode_s * max(0.0, over) / freed
     share = memory.share(load)
     taken = min(1.0, (memory.need_tokens + grow_tokens(load)) / capacity)
