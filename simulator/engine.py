@@ -55,6 +55,8 @@ class Places:
     side_port: int
     """Of the first rank; no socket is behind it."""
     bootstrap_url: str
+    prefills: bool = False
+    """It only computes for others."""
     decodes: bool = False
     """It only consumes what others compute (`kv_role`)."""
     encodes: bool = False

@@ -76,6 +76,14 @@ class HttpServer:
         self._server.close()
         self._server = None
 
+    def close(self) -> None:
+        """The same without waiting for anything; what is just being accepted may be missed."""
+        self.thaw()
+        self.cut()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
     def cut(self) -> None:
         """Break every connection."""
         for connection in list(self._state.connections):

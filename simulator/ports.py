@@ -21,6 +21,11 @@ class Ports:
     side_channel: int
     bootstrap: int
 
+    def replay_of(self, settings: EngineSettings) -> int:
+        """Where the first rank replays."""
+        distance = settings.replay_distance
+        return self.replay if distance is None else self.events + distance
+
 
 def choose_ports(settings: EngineSettings, base_port: int, index: int, engines: int) -> Ports:
     """Count up from the base port: HTTP, events, replay, side channels, bootstrap servers."""

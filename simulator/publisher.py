@@ -7,6 +7,7 @@ from 0.26 on, without before. A request that isn't exactly (identity, empty, num
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import structlog
 import zmq
@@ -46,10 +47,14 @@ class EventPublisher:
         self._topic = settings.topic.encode()
         self._next_seq = 0
         self._ring: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
-        # A plain socket: PUB never blocks, so sending needs no future.
-        self._live: zmq.Socket[bytes] = zmq.Socket(context, zmq.PUB)
+        # A plain socket: PUB never blocks, so sending needs no future. The context has to make it,
+        # or it wouldn't know what to close.
+        plain = cast("zmq.Context[zmq.Socket[bytes]]", context)
+        self._live = plain.socket(zmq.PUB, socket_class=zmq.Socket)
+        self._live.set(zmq.LINGER, 0)
         self._live.set(zmq.SNDHWM, _LIVE_QUEUE_MESSAGES)
         self._replay = context.socket(zmq.ROUTER)
+        self._replay.set(zmq.LINGER, 0)
         large = settings.release >= _FIRST_RELEASE_WITH_LARGE_QUEUE
         queue = 2 * (settings.buffer_steps + 1) if large else _OLD_QUEUE_MESSAGES
         self._replay.set(zmq.SNDHWM, queue)

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,16 +13,15 @@ from typing import Literal, Self
 import msgspec
 import zmq.asyncio
 
-from simulator.application import BootstrapApplication, EngineApplication
 from simulator.core.errors import SettingsError
 from simulator.core.event_faults import EventFaults
 from simulator.core.history import Condition, FleetHistory
 from simulator.core.settings import EngineSettings
 from simulator.core.transfer import TransferDirectory
 from simulator.engine import Places, SimulatedEngine, Surroundings
-from simulator.http_server import HttpServer
+from simulator.life import EngineLife, RenderedSources
 from simulator.life_counts import LifeCounts
-from simulator.ports import Ports, choose_ports, find_free_ports, listen
+from simulator.ports import Ports, choose_ports, find_free_ports
 
 Role = Literal["prefill", "decode", "mixed", "encode"]
 
@@ -73,11 +71,7 @@ class RunningEngine:
         self.settings = settings
         self._ports = ports
         self._surroundings = surroundings
-        self._engine: SimulatedEngine | None = None
-        self._server: HttpServer | None = None
-        self._bootstrap: HttpServer | None = None
-        self._side_channels: list[socket.socket] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._life: EngineLife | None = None
         self._past = LifeCounts()
 
     @property
@@ -115,6 +109,7 @@ class RunningEngine:
         return Places(
             name=self.name,
             side_port=self._ports.side_channel,
+            prefills=self.role == "prefill",
             decodes=self.role == "decode",
             encodes=self.role == "encode",
             ec_address=f"{self._surroundings.dialable_host}:{self._ports.side_channel}",
@@ -131,18 +126,22 @@ class RunningEngine:
     def replay_endpoint(self) -> str | None:
         if not self.settings.replay:
             return None
-        return f"tcp://{self._surroundings.dialable_host}:{self._replay_port}"
+        return f"tcp://{self._surroundings.dialable_host}:{self._ports.replay_of(self.settings)}"
 
     @property
     def is_running(self) -> bool:
-        return self._engine is not None
+        return self._life is not None
 
     @property
     def engine(self) -> SimulatedEngine:
         """The engine in its present life; raises RuntimeError while it is stopped."""
-        if self._engine is None:
+        return self._alive.engine
+
+    @property
+    def _alive(self) -> EngineLife:
+        if self._life is None:
             raise RuntimeError(f"{self.name} is stopped")
-        return self._engine
+        return self._life
 
     def drop_live_batches(self, every: int | None) -> None:
         """Withhold every k-th event batch from live subscribers until the engine restarts."""
@@ -154,136 +153,64 @@ class RunningEngine:
 
     async def start(self, group: asyncio.TaskGroup) -> None:
         """Begin a new life: empty caches, sequence numbers from 0, the same ports."""
-        listener = listen(self._surroundings.host, self._ports.http)
         engine = SimulatedEngine(self.settings, self._surroundings, self._places)
-        application = EngineApplication(engine, self._render_sources())
-        server = HttpServer(application, keep_alive_s=self.settings.keep_alive_s)
-        try:
-            if self.settings.kv_connector:
-                self._listen_for_peers()
-            if self.settings.events:
-                await self._open_publishers(engine)
-            await server.start(listener)
-            await self._start_bootstrap(engine)
-        except BaseException:
-            # An open ZMQ socket would keep the whole process from ending.
-            engine.close()
-            listener.close()
-            self._close_side_channels()
-            raise
-        for rank in engine.ranks:
-            self._tasks.append(group.create_task(rank.run()))
-            self._tasks.append(group.create_task(rank.publisher.run_replay()))
-        self._engine, self._server = engine, server
+        life = EngineLife(engine, self._surroundings, self._ports)
+        await life.begin(group, self._render_sources())
+        self._life = life
         self._note("started", Condition.WELL)
-
-    async def _start_bootstrap(self, engine: SimulatedEngine) -> None:
-        """Mooncake: the server that tells a prefill engine's ids."""
-        if self.settings.kv_connector != "mooncake" or self.role != "prefill":
-            return
-        self._bootstrap = HttpServer(
-            BootstrapApplication(engine), keep_alive_s=self.settings.keep_alive_s
-        )
-        await self._bootstrap.start(listen(self._surroundings.host, self._ports.bootstrap))
 
     async def stop(self) -> None:
         """Die as a killed process does: connections are cut, caches are gone."""
-        if self._engine is None or self._server is None:
+        if self._life is None:
             return
         self._note("killed", Condition.DOWN)
-        for server in self._servers:
-            await server.stop()
-        self._bootstrap = None
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        self._past += LifeCounts.of(self._engine)
-        self._engine.close()
-        self._close_side_channels()
-        self._engine = self._server = None
+        try:
+            await self._life.die()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close what is open without waiting, as after a stop that was interrupted."""
+        life, self._life = self._life, None
+        if life is not None:
+            self._past += LifeCounts.of(life.engine)
+            life.end()
 
     def freeze(self) -> None:
         """Hang: connections are accepted, nothing is read, computed or answered."""
         self._note("frozen", Condition.FROZEN)
-        for server in self._servers:
-            server.freeze()
-        for rank in self.engine.ranks:
-            rank.freeze()
+        self._alive.freeze()
 
     def thaw(self) -> None:
         """Go on where it hung."""
-        for server in self._servers:
-            server.thaw()
-        for rank in self.engine.ranks:
-            rank.thaw()
+        self._alive.thaw()
         self._note("thawed", Condition.WELL)
 
     async def cut_off(self) -> None:
         """Its HTTP is off the network: refused, and what was open is broken. It lives on."""
         self._note("cut_off", Condition.CUT_OFF)
-        for server in self._servers:
-            await server.cut_off()
+        await self._alive.cut_off()
 
     async def connect(self) -> None:
         """It is reached again."""
-        ports = (self._ports.http, self._ports.bootstrap)
-        for server, port in zip(self._servers, ports, strict=False):
-            await server.start(listen(self._surroundings.host, port))
+        await self._alive.connect()
         self._note("connected", Condition.WELL)
 
     def cut(self) -> None:
         """Break every connection that is open at this moment."""
         self._note("cut", Condition.WELL)
-        for server in self._servers:
-            server.cut()
+        self._alive.cut()
 
     @property
     def counts(self) -> LifeCounts:
         """Of all its lives."""
-        return self._past + LifeCounts.of(self._engine)
-
-    @property
-    def _servers(self) -> list[HttpServer]:
-        return [each for each in (self._server, self._bootstrap) if each is not None]
+        return self._past + LifeCounts.of(None if self._life is None else self._life.engine)
 
     def _note(self, what: str, condition: Condition) -> None:
         surroundings = self._surroundings
         surroundings.history.note(self.name, what, condition, surroundings.clock())
 
-    def _listen_for_peers(self) -> None:
-        """Accept connections to the side channels; blocks go another way here."""
-        for rank in range(self.settings.dp_size):
-            channel = listen(self._surroundings.host, self._ports.side_channel + rank)
-            channel.listen()
-            self._side_channels.append(channel)
-
-    def _close_side_channels(self) -> None:
-        for channel in self._side_channels:
-            channel.close()
-        self._side_channels.clear()
-
-    async def _open_publishers(self, engine: SimulatedEngine) -> None:
-        taken: set[int] = set()
-        for index, rank in enumerate(engine.ranks):
-            events_port = self._ports.events + index
-            replay_port = self._replay_port + index if self.settings.replay else None
-            if not taken.isdisjoint({events_port, replay_port}):
-                continue
-            taken.update({events_port} if replay_port is None else {events_port, replay_port})
-            if self.settings.events_host == "*":
-                await rank.publisher.listen(self._surroundings.host, events_port)
-            else:
-                rank.publisher.dial(self.settings.events_host, events_port)
-            if replay_port is not None:
-                await rank.publisher.offer_replay(self._surroundings.host, replay_port)
-
-    @property
-    def _replay_port(self) -> int:
-        distance = self.settings.replay_distance
-        return self._ports.replay if distance is None else self._ports.events + distance
-
-    def _render_sources(self) -> dict[str, dict[str, object]]:
+    def _render_sources(self) -> RenderedSources:
         """What /kv_event_sources says: wildcards for the sockets we listen on, as vLLM does."""
         if not self.settings.events:
             return {}
@@ -293,7 +220,9 @@ class RunningEngine:
                 "publisher": "zmq",
                 "endpoint": f"tcp://{self.settings.events_host}:{self._ports.events + rank}",
                 "replay_endpoint": (
-                    f"tcp://*:{self._replay_port + rank}" if self.settings.replay else None
+                    f"tcp://*:{self._ports.replay_of(self.settings) + rank}"
+                    if self.settings.replay
+                    else None
                 ),
                 "buffer_steps": self.settings.buffer_steps,
                 "hwm": 100_000,
@@ -356,9 +285,9 @@ async def running_fleet(
         wall_clock=lambda: datetime.now(UTC).timestamp(),
         randomness=random.SystemRandom(),
     )
+    engines = _create_engines(spec, settings, surroundings, base_port)
     try:
         async with asyncio.TaskGroup() as group:
-            engines = _create_engines(spec, settings, surroundings, base_port)
             fleet = RunningFleet(engines, group, surroundings.history)
             try:
                 for one in fleet.engines:
@@ -368,6 +297,9 @@ async def running_fleet(
                 for one in fleet.engines:
                     await one.stop()
     finally:
+        # Whoever interrupts the stopping above must not wait for ever here.
+        for one in engines:
+            one.abandon()
         context.destroy(linger=0)
 
 

@@ -36,15 +36,16 @@ async def listening(wait_s: float) -> AsyncIterator[tuple[TransferNotices, Push]
         payload = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
         await socket.send(payload)
 
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(notices.run())
-        try:
-            yield notices, push
-        finally:
-            running.cancel()
-    socket.close(linger=0)
-    context.term()
-    notices.close()
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(notices.run())
+            try:
+                yield notices, push
+            finally:
+                running.cancel()
+    finally:
+        context.destroy(linger=0)
+        notices.close()
 
 
 def fleet(instance: Any, prefill: Any, decode: Any, transfer: LmcacheSettings) -> list[Any]:
