@@ -93,8 +93,9 @@ class EngineApplication:
         try:
             await route(exchange)
         except RequestRefusedError as error:
-            refusal = render_error(error, self._engine.settings.release)
-            await exchange.send_json(refusal, status=error.status)
+            settings = self._engine.settings
+            status = 200 if settings.hides_errors else error.status
+            await exchange.send_json(render_error(error, settings.release), status=status)
 
     def _is_allowed(self, exchange: Exchange) -> bool:
         key = self._engine.settings.api_key

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. An error status is the engine's refusal, with its body.
+1. An error status is the engine's refusal, with its body. So is an error inside a 200, as if it had
+   had its status (`core.http.told_error`).
 2. Of an event stream whatever comes before the first token waits for it: engines send a 200, and
    some a chat's opening, before they have computed or loaded anything. A stream that ends or
    begins with an error there has failed like any answer, so another instance may be tried.
@@ -16,8 +17,6 @@ Rules:
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
-
 from balancer.core.errors import (
     EngineClosedError,
     EngineRefusedError,
@@ -25,12 +24,21 @@ from balancer.core.errors import (
     LeaseEndedError,
     StreamCutError,
 )
-from balancer.core.http.stream_beginning import StreamError, read_beginning
+from balancer.core.http.headers import find_header
+from balancer.core.http.stream_beginning import read_beginning
+from balancer.core.http.told_error import (
+    DECISIVE_BYTES,
+    ToldError,
+    begins_as_error,
+    is_usual,
+    read_error,
+)
 from balancer.core.record import LegRecord
 from balancer.dataplane.connection import UpstreamAnswer
 
 MAX_ERROR_BYTES: Final = 16 * 1024 * 1024
-_JSON: Final = ((b"content-type", b"application/json"),)
+_JSON_KIND: Final = b"application/json"
+_JSON: Final = ((b"content-type", _JSON_KIND),)
 _LOAD_FAILED: Final = 500
 
 
@@ -70,25 +78,44 @@ async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: b
     `is_handed`: the leg loads what another engine computed.
     """
     leg.status = answer.status
+    held = b""
     if answer.status < 400 and not answer.is_event_stream:
-        first = answer.take()
-        if first:  # as a rule it came with the headers
-            return first
+        held = answer.take()  # as a rule it came with the headers
+        if is_usual(held):
+            return held
     try:
         await check_status(answer, leg)
-        return await _first_bytes(answer, leg)
+        return await _first_bytes(answer, leg, held)
     except EngineRefusedError as error:
         if is_handed and error.status == _LOAD_FAILED:
             raise HandOverFailedError("the prompt could not be handed over") from error
         raise
 
 
-async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord) -> bytes:
-    held = await _next_chunk(answer)
+async def forwarded_beginning(answer: UpstreamAnswer, leg: LegRecord) -> bytes:
+    """Wait for the first bytes of whatever was answered. Raises EngineError.
+
+    Only JSON is looked at for an error inside a 200, and an event stream whose first piece may be one.
+    """
+    held = await answer.next_chunk()
+    if answer.status != 200 or answer.is_encoded:
+        return held
+    if answer.is_event_stream:
+        return await _stream_beginning(answer, leg, held) if b"error" in held else held
+    kind = find_header(answer.headers, b"content-type") or b""
+    return await _whole_beginning(answer, leg, held) if kind.startswith(_JSON_KIND) else held
+
+
+async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
+    held = held or await _next_chunk(answer)
     if not held and answer.status == 200:
         raise EngineClosedError("the engine answered 200 without a body")
-    if not answer.is_event_stream:
-        return held
+    if answer.is_event_stream:
+        return await _stream_beginning(answer, leg, held)
+    return held if answer.is_encoded else await _whole_beginning(answer, leg, held)
+
+
+async def _stream_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
     told = read_beginning(held)
     while not told:
         chunk = await _next_chunk(answer)
@@ -96,9 +123,23 @@ async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord) -> bytes:
             break  # an empty stream is the engine's to send
         held += chunk
         told = read_beginning(held)
-    if isinstance(told, StreamError):
-        body = msgspec.json.encode(told.body)
-        raise EngineRefusedError(told.status, _JSON, body, alias=leg.alias)
+    if isinstance(told, ToldError):
+        raise EngineRefusedError(told.status, _JSON, told.body, alias=leg.alias)
+    return held
+
+
+async def _whole_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
+    """The beginning of what is no stream. Raises EngineRefusedError if all of it is an error."""
+    if is_usual(held):
+        return held
+    while len(held) < DECISIVE_BYTES and (chunk := await _next_chunk(answer)):
+        held += chunk
+    if not begins_as_error(held):
+        return held
+    held += await answer.read(MAX_ERROR_BYTES)
+    told = read_error(held)
+    if told is not None:
+        raise EngineRefusedError(told.status, answer.headers, told.body, alias=leg.alias)
     return held
 
 

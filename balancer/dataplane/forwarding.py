@@ -32,7 +32,7 @@ from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.answers import AnswerPasser
-from balancer.dataplane.beginnings import MAX_ERROR_BYTES
+from balancer.dataplane.beginnings import MAX_ERROR_BYTES, forwarded_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.elsewhere import try_places
 from balancer.dataplane.leg_sender import LegSender
@@ -225,7 +225,7 @@ class Forwarding:
         leg: LegRecord,
         guard: LegGuard,
     ) -> None:
-        first = await answer.next_chunk()
+        first = await forwarded_beginning(answer, leg)
         self._sender.answered(leg)
         if errand.request.use.generates:
             guard.first_token()

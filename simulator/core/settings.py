@@ -102,6 +102,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`VLLM_ENABLE_RESPONSES_API_STORE=1`: answers of the Responses API are kept."""
     serves: Literal["generate", "pooling", "transcription"] = "generate"
     """What kind of model it is, which decides about its paths."""
+    hides_errors: bool = False
+    """What a request is refused with comes inside a 200, as from wrappers around engines."""
     keep_alive_s: int = 5
     """`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`."""
 

@@ -64,6 +64,7 @@ def test_what_is_no_object_has_no_head(data: bytes) -> None:
         pytest.param({"choices": [{"finish_reason": "error"}]}, True, id="error"),
         pytest.param({"choices": [{}, {"finish_reason": "abort"}]}, True, id="abort"),
         pytest.param({"error": {"message": "x"}}, True, id="error-object"),
+        pytest.param({"object": "error", "message": "x"}, True, id="flat-error"),
         pytest.param({"choices": None}, False, id="no-choices"),
         pytest.param({"choices": ["odd"]}, False, id="odd-choice"),
         pytest.param([], True, id="list"),

@@ -8,13 +8,13 @@ Rules:
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from balancer.core.errors import BalancerError, MethodNotAllowedError, OverloadedError
 
-_ANTHROPIC_TYPES = {
+ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -59,7 +59,7 @@ def render_error_event(error: BalancerError) -> bytes:
 
 def _error_value(error: BalancerError, path: str) -> dict[str, Any]:
     if path.startswith("/v1/messages"):
-        kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+        kind = ANTHROPIC_TYPES.get(error.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
     return {
         "error": {

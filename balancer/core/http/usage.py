@@ -86,7 +86,7 @@ def prefill_fault(answer: object) -> str | None:
     """Say what makes a prefill leg's 200 a failure; None if nothing does (field report F37)."""
     if not isinstance(answer, Mapping):
         return "the prefill answer is not a JSON object"
-    if answer.get("error") is not None:
+    if answer.get("error") is not None or answer.get("object") == "error":
         return "the prefill answer tells of an error"
     choices = answer.get("choices")
     for choice in choices if isinstance(choices, list) else ():

@@ -1,0 +1,141 @@
+"""An engine's error inside a 200: another engine is tried, or its client is told."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from balancer.core.fleet.snapshot import Role
+from simulator.core.settings import EngineSettings
+from simulator.service import FleetSpec, running_fleet
+
+COMPLETIONS = "/v1/completions"
+GOOD = {"id": "cmpl-1", "choices": [{"text": "ok"}]}
+NESTED = {"error": {"message": "m", "type": "T", "param": None, "code": 500}}
+FLAT = {"object": "error", "message": "m", "type": "T", "param": None, "code": 400}
+
+
+def answering(document: Any) -> Callable[[Any, Any], Awaitable[None]]:
+    async def script(received: Any, wire: Any) -> None:
+        await wire.json(document)
+
+    return script
+
+
+async def in_pieces(received: Any, wire: Any) -> None:
+    """Whole, but nowhere near in one piece."""
+    await wire.head(content_type="application/json")
+    for byte in json.dumps(NESTED).encode():
+        await wire.chunk(bytes([byte]))
+    await wire.end()
+
+
+async def as_first_event(received: Any, wire: Any) -> None:
+    await wire.events(b"data: " + json.dumps(NESTED).encode() + b"\n\n", b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        pytest.param(COMPLETIONS, answering(NESTED), id="whole"),
+        pytest.param(COMPLETIONS, in_pieces, id="in-pieces"),
+        pytest.param(COMPLETIONS, answering({"error": "gone"}), id="words"),
+        pytest.param(COMPLETIONS, as_first_event, id="first-event"),
+        pytest.param("/v1/embeddings", answering(NESTED), id="forwarded"),
+        pytest.param("/v1/responses", as_first_event, id="forwarded-first-event"),
+    ],
+)
+async def test_another_engine_is_tried(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, path: str, fault: Any
+) -> None:
+    """No byte had gone to the client."""
+    async with engine(fault) as bad, engine(answering(GOOD)) as good:
+        fleet = (instance(bad, "e0"), instance(good, "e1"))
+        async with balancer(*fleet) as proxy:
+            body = {"model": "m", "prompt": [1, 2], "input": "x"}
+            answers = [await client.post(proxy.url + path, json=body) for _ in range(2)]
+            records = await proxy.wait_for_records(2)
+
+            assert proxy.in_flight() == 0
+
+    assert [(each.status_code, each.json()) for each in answers] == [(200, GOOD)] * 2
+    assert sum(record.retries for record in records) >= 1
+    assert len(bad.received) >= 1
+
+
+@pytest.mark.parametrize(
+    ("document", "status", "error"),
+    [
+        pytest.param(NESTED, 500, NESTED["error"], id="nested"),
+        pytest.param(
+            FLAT, 400, {"message": "m", "type": "T", "param": None, "code": 400}, id="flat"
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+async def test_its_client_is_told_if_nobody_else_can(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    document: Any,
+    status: int,
+    error: Any,
+    stream: bool,
+) -> None:
+    """With the error's own status, in OpenAI's form: also one who asked for a stream."""
+    async with (
+        engine(answering(document)) as bad,
+        balancer(instance(bad)) as proxy,
+    ):
+        body = {"model": "m", "prompt": [1, 2], "stream": stream}
+        answer = await client.post(proxy.url + COMPLETIONS, json=body)
+
+    assert (answer.status_code, answer.json()) == (status, {"error": error})
+
+
+async def test_decode_engine_that_could_not_load_is_told_as_such(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Its words say nothing to a client who knows of no hand-over, whatever status they came with."""
+    prefilled = {"kv_transfer_params": {"do_remote_prefill": True}}
+    async with engine(answering(prefilled)) as p, engine(answering(NESTED)) as d:
+        fleet = (
+            instance(p, "p0", role=Role.PREFILL, connector="nixl"),
+            instance(d, "d0", role=Role.DECODE, connector="nixl"),
+        )
+        async with balancer(*fleet) as proxy:
+            body = {"model": "m", "prompt": list(range(1000))}
+            answer = await client.post(proxy.url + COMPLETIONS, json=body)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "hand_over_failed")
+
+
+async def test_good_answer_that_begins_unusually_passes_as_it_is(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """An `error` that is null, or empty, is none."""
+    odd: dict[str, Any] = {"error": {}, "choices": []}
+    async with engine(answering(odd)) as e, balancer(instance(e)) as proxy:
+        answer = await client.post(proxy.url + COMPLETIONS, json={"model": "m", "prompt": [1]})
+
+    assert (answer.status_code, answer.json()) == (200, odd)
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.33.0"])
+async def test_simulated_engine_that_hides_its_refusals(
+    balancer: Any, instance: Any, client: httpx.AsyncClient, version: str
+) -> None:
+    """What it refuses reaches the client as what it is, in the form of either release."""
+    settings = EngineSettings(model="m", hides_errors=True, version=version)
+    async with running_fleet(FleetSpec.parse("1"), engine=settings) as fleet:
+        url = fleet.engines[0].url
+        body = {"model": "m", "prompt": [1], "max_tokens": -1}
+        hidden = await client.post(url + COMPLETIONS, json=body)
+        async with balancer(instance(url)) as proxy:
+            answer = await client.post(proxy.url + COMPLETIONS, json=body)
+
+    assert hidden.status_code == 200
+    assert answer.status_code == answer.json()["error"]["code"] == 400
