@@ -157,6 +157,7 @@ class EngineCore:
         if self._schedule_running(step):
             self._schedule_waiting(step, now_s)
         duration_s = self._duration_s(step)
+        self._cache.computed_s = now_s + duration_s
         for live, tokens in step.scheduled:
             self._compute(live, tokens, now_s + duration_s, outputs)
         self.statistics.steps += 1
@@ -297,7 +298,7 @@ class EngineCore:
     ) -> dict[str, object] | None:
         """Free the blocks of a finished request, or keep them for a decode engine."""
         self.statistics.count_finished(reason)
-        self._write_storage(live)
+        self._write_storage(live, end_s)
         keep = live.request.keep or (Keep() if live.request.keeps_blocks else None)
         if keep is None or reason not in keep.reasons:
             self._cache.free(live)
@@ -324,13 +325,13 @@ class EngineCore:
             tells=keep.tells,
         )
 
-    def _write_storage(self, live: LiveRequest) -> None:
+    def _write_storage(self, live: LiveRequest, end_s: float) -> None:
         storage, settings = self._directory.storage, self._settings
         prompt, extra = live.tokens[: live.prompt_tokens], live.extra_keys(0)
         if settings.kv_connector == "example" and not live.is_loaded:
-            storage.write_prompt(prompt, settings.block_size, extra)
+            storage.write_prompt(prompt, settings.block_size, extra, end_s)
         elif settings.kv_connector == "lmcache":
-            storage.write_chunks(prompt, extra)
+            storage.write_chunks(prompt, extra, end_s)
 
     def _fail(self, live: LiveRequest) -> TokenOutput:
         self._cache.free(live)

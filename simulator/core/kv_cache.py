@@ -23,6 +23,8 @@ class KvCache:
         self._pool = pool
         self._block_size = block_size
         self._none_hash = none_hash
+        self.computed_s = 0.0
+        """When everything announced so far has been computed: the end of the present step."""
 
     def find_prefix(self, live: LiveRequest) -> list[int]:
         """Return the blocks that already hold the beginning of this request."""

@@ -10,15 +10,16 @@ Rules:
    text wrong.
 4. The other engine hears that it may free its blocks whatever becomes of the request, and until
    then that they are still wanted.
-
 5. Where both sides meet by name the read begins when the other side is ready. Nothing tells that
    it never will be: the request holds its blocks until the waiting's end, if it has one, or until
    it is aborted.
 6. A peer that is only probed gives what it has cached of the prompt now.
+7. No read begins before the other side has computed what is read.
 
 Cost: O(requests that wait for blocks) per step.
 """
 
+import math
 from dataclasses import replace
 
 from simulator.core.kv_cache import KvCache
@@ -63,7 +64,7 @@ class Loader:
         Raises EngineDiedError.
         """
         if live.remote is None:
-            live.remote = self._look_into_storage(live)
+            live.remote = self._look_into_storage(live, now_s)
         elif live.remote.probes:
             live.remote = self._probe(live, live.remote)
         if live.remote is not None:
@@ -119,12 +120,12 @@ class Loader:
             (ready if self._read(live) else failed).append(live)
         return ready, failed
 
-    def _look_into_storage(self, live: LiveRequest) -> RemotePrefill | None:
+    def _look_into_storage(self, live: LiveRequest, now_s: float) -> RemotePrefill | None:
         storage, size = self._directory.storage, self._settings.block_size
         if self._settings.kv_connector == "example":
-            return storage.find_prompt(live.tokens, size, live.extra_keys(0))
+            return storage.find_prompt(live.tokens, size, live.extra_keys(0), now_s)
         if self._settings.kv_connector == "lmcache":
-            return storage.find_chunks(live.tokens, live.extra_keys(0))
+            return storage.find_chunks(live.tokens, live.extra_keys(0), now_s)
         return None
 
     def _probe(self, live: LiveRequest, remote: RemotePrefill) -> RemotePrefill | None:
@@ -150,7 +151,18 @@ class Loader:
         # The last token's place is moved, too, where the whole prompt is.
         is_whole = live.remote is not None and live.remote.num_tokens is None
         seconds = (live.external_tokens + is_whole) / settings.transfer_tokens_per_s
-        live.load_until_s = now_s + settings.transfer_latency_ms / 1000 + seconds
+        start_s = max(now_s, self._computed_s(live.remote))
+        live.load_until_s = start_s + settings.transfer_latency_ms / 1000 + seconds
+
+    def _computed_s(self, remote: RemotePrefill | None) -> float:
+        """When the other side will have computed what is read."""
+        if remote is None or remote.is_shared:
+            return -math.inf
+        if remote.probes:
+            cache = self._directory.cache_of(remote.engine_id)
+            return -math.inf if cache is None else cache.computed_s
+        peer = self._directory.find(remote.engine_id)
+        return -math.inf if peer is None else peer.computed_s(remote)
 
     def _beat(self, live: LiveRequest, now_s: float) -> None:
         peer = None if live.remote is None else self._directory.find(live.remote.engine_id)

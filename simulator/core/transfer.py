@@ -8,13 +8,15 @@ Rules:
    prolongs it with heartbeats (from 0.22 on); one that never comes lets it end.
 3. Nothing checks a read against the lease: who comes late reads whatever is in those blocks. The
    engine counts it, and so does the reader, whose text is then wrong.
-
 4. Where both sides meet by name, blocks are kept under that name instead of the request's id. If
    two requests come under one name the first's blocks are found by nobody.
+5. A step is scheduled before it is computed: blocks may be found a step before they can be read,
+   and say from when on.
 
 Invariant: every reservation ends in exactly one of `released`, `expired`, or is still `open`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,6 +41,8 @@ class Reservation:
     request_id: str
     block_ids: tuple[int, ...]
     tokens: TokenArray
+    computed_s: float
+    """When the step that fills them ends."""
     expires_s: float
 
 
@@ -66,16 +70,17 @@ class Reservations:
         request_id: str,
         blocks: list[int],
         tokens: TokenArray,
-        now_s: float,
+        computed_s: float,
         *,
         lease_s: float | None = None,
     ) -> Reservation:
-        """Keep blocks from now until somebody reads them or the lease ends."""
+        """Keep blocks that are computed then until somebody reads them or the lease ends."""
         kept = Reservation(
             request_id=request_id,
             block_ids=tuple(blocks),
             tokens=tokens,
-            expires_s=now_s + (lease_s or self.lease_s),
+            computed_s=computed_s,
+            expires_s=computed_s + (lease_s or self.lease_s),
         )
         before = self._open.get(request_id)
         if before is not None:  # nobody asks for it any more: its blocks wait for the lease
@@ -86,8 +91,13 @@ class Reservations:
         return kept
 
     def has(self, remote: RemotePrefill) -> bool:
-        """Whether the blocks are there by now."""
+        """Whether the blocks are there, or will be when a step that has begun ends."""
         return self._find(remote) is not None
+
+    def computed_s(self, remote: RemotePrefill) -> float:
+        """From when on the blocks can be read; ones that are gone can't get readier."""
+        kept = self._find(remote)
+        return -math.inf if kept is None else kept.computed_s
 
     def renew(self, remote: RemotePrefill, now_s: float) -> None:
         """A decode engine is alive and still wants the blocks."""

@@ -139,10 +139,10 @@ def test_lmcache_finds_the_longest_known_beginning() -> None:
 def test_a_prompt_finds_its_own_entry_or_none(length: int, other: int) -> None:
     """Law: what is found is a beginning of the prompt that was written."""
     storage = SharedStorage()
-    storage.write_prompt(array("I", range(other)), 4, None)
+    storage.write_prompt(array("I", range(other)), 4, None, 0.0)
 
     try:
-        found = storage.find_prompt(array("I", range(length)), 4, None)
+        found = storage.find_prompt(array("I", range(length)), 4, None, 0.0)
     except EngineDiedError:
         assert length % 4 == 1
         return
