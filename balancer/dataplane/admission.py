@@ -124,7 +124,7 @@ class Admission:
 
     def must_wait(self, job: Job) -> bool:
         """Whether `wait` is to be called before the request is decided; if not, it is let in."""
-        if job.request.base_model in self._lines or not self._is_open(job, job.fleet):
+        if job.request.base_model in self._lines or not self._is_open(job):
             return True
         self._pace.take()
         return False
@@ -134,7 +134,8 @@ class Admission:
         model = job.request.base_model
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = WaitingLine(self._settings)
+            line = WaitingLine(self._settings, paced_s=self._paced_s)
+            self._lines[model] = line
         woken = asyncio.Event()
         arrived_s = self._clock()
         outcome = "left"
@@ -164,7 +165,7 @@ class Admission:
             while not self._may_enter(job, line, is_first=line.first is ticket):
                 line.refuse_overdue(self._clock())
                 if ticket.is_refused:
-                    raise line.refusal(self._clock())
+                    raise line.refusal(ticket, self._clock())
                 await _woken(woken, LOOK_S if line.first is ticket else None)
             line.take(ticket)
             self._pace.take()
@@ -174,10 +175,21 @@ class Admission:
     def _may_enter(self, job: Job, line: WaitingLine, *, is_first: bool) -> bool:
         if not is_first or line.is_taken:
             return False
-        return self._is_open(job, self._fleet())
+        now_s = self._clock()
+        has_room = self._room.exists(self._fleet(), job.request.model)
+        if has_room and self._pace.has_room(now_s):
+            return True
+        line.hold_back(now_s, by_pace=has_room)
+        return False
 
-    def _is_open(self, job: Job, fleet: Fleet) -> bool:
-        return self._pace.has_room(self._clock()) and self._room.exists(fleet, job.request.model)
+    def _is_open(self, job: Job) -> bool:
+        return self._pace.has_room(self._clock()) and self._room.exists(
+            job.fleet, job.request.model
+        )
+
+    def _paced_s(self) -> float:
+        """How long the pace takes for everybody who waits."""
+        return self._pace.seconds_for(sum(map(len, self._lines.values())))
 
     def _end(self, model: str, line: WaitingLine) -> None:
         line.end_turn()

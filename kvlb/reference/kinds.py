@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A number's noun is its unit, which is the end of its name; its bounds follow.
+1. A number's noun is its unit, which is the end of its name, a rate's what there is per second; its
+   bounds follow.
 2. A choice is its words, by the alphabet.
 3. Null is no kind of its own: a key that may be left out says so by its default.
 """
@@ -60,14 +61,20 @@ def without_null(type_: inspect.Type) -> inspect.Type:
 
 
 def _number(name: str, type_: inspect.IntType | inspect.FloatType) -> str:
-    unit = name.rpartition("_")[2]
     plain = "whole number" if isinstance(type_, inspect.IntType) else "number"
-    noun = LONG.get(unit, unit) if "_" in name and unit in UNITS else plain
+    noun = _unit(name) or plain
     if type_.ge is not None and type_.le is not None:
         return f"{noun}, {type_.ge:g} to {type_.le:g}"
     if type_.ge is not None:
         return f"{noun} ≥ {type_.ge:g}"
     return noun if type_.gt is None else f"{noun} > {type_.gt:g}"
+
+
+def _unit(name: str) -> str | None:
+    rest, _, unit = name.rpartition("_")
+    if rest.endswith("_per") and unit == "s":
+        return f"{rest.removesuffix('_per')} per second"
+    return LONG.get(unit, unit) if rest and unit in UNITS else None
 
 
 def _choice(words: list[str]) -> str:

@@ -42,3 +42,9 @@ def test_the_limit_is_reached() -> None:
             let_in += 1
 
     assert 500 <= let_in <= 506
+
+
+def test_so_many_take_so_long() -> None:
+    """At the pace; without one they take no time."""
+    assert Pace(40).seconds_for(60) == 1.5
+    assert Pace(0).seconds_for(60) == 0

@@ -14,8 +14,9 @@ from balancer.core.settings.admission import AdmissionSettings
 class Crowd:
     """A line, and who was woken."""
 
-    def __init__(self, **settings: float) -> None:
-        self.line = WaitingLine(AdmissionSettings(**settings))  # type: ignore[arg-type]
+    def __init__(self, *, paced_s: float = 0.0, **settings: float) -> None:
+        known = AdmissionSettings(**settings)  # type: ignore[arg-type]
+        self.line = WaitingLine(known, paced_s=lambda: paced_s)
         self.woken: list[str] = []
         self.names: dict[int, str] = {}
 
@@ -126,6 +127,7 @@ def test_a_full_line_makes_room_for_who_is_more_urgent() -> None:
     crowd.enter("urgent", priority=-1)
 
     assert [each.is_refused for each in tickets] == [False, True]
+    assert "admission.max_waiting" in crowd.line.refusal(tickets[1], 0).message
     assert "b" in crowd.woken
     assert crowd.serve_all() == ["urgent", "a"]
 
@@ -148,7 +150,7 @@ def test_who_waits_too_long_is_refused() -> None:
     crowd.line.refuse_overdue(5)
 
     assert (early, first.is_refused, second.is_refused) == (False, True, False)
-    assert crowd.line.refusal(6).retry_after_s == 3
+    assert crowd.line.refusal(first, 6).retry_after_s == 3
 
 
 def test_in_a_standing_line_the_limit_is_short() -> None:
@@ -161,6 +163,60 @@ def test_in_a_standing_line_the_limit_is_short() -> None:
 
     assert before == [False, False, False]
     assert [each.is_refused for each in tickets] == [True, True, False]
+
+
+def test_a_line_that_only_the_pace_holds_does_not_stand() -> None:
+    """There is room: whoever waits for their turn isn't too many for the fleet."""
+    crowd = Crowd(max_wait_s=60, standing_s=10, promise_s=4)
+    patient = crowd.enter("a", now_s=0)
+    crowd.line.hold_back(20, by_pace=True)
+    crowd.line.refuse_overdue(20)
+    served = not patient.is_refused
+    crowd.line.refuse_overdue(60)
+
+    assert served
+    assert patient.is_refused
+    assert "admission.requests_per_s" in crowd.line.refusal(patient, 60).message
+
+
+def test_a_line_stands_from_when_room_was_missing() -> None:
+    """What the pace held back before doesn't count."""
+    crowd = Crowd(max_wait_s=60, standing_s=10, promise_s=4)
+    ticket = crowd.enter("a", now_s=0)
+    crowd.line.hold_back(20, by_pace=True)
+    crowd.line.hold_back(21, by_pace=False)
+    crowd.line.refuse_overdue(29.9)
+    early = ticket.is_refused
+    crowd.line.refuse_overdue(30)
+
+    assert (early, ticket.is_refused) == (False, True)
+    assert "admission.promise_s" in crowd.line.refusal(ticket, 30).message
+
+
+def test_an_empty_line_forgets_the_pace() -> None:
+    """Whoever comes next may find no room."""
+    crowd = Crowd(max_wait_s=60, standing_s=10, promise_s=4)
+    crowd.enter("a", now_s=0)
+    crowd.line.hold_back(0, by_pace=True)
+    crowd.serve()
+    late = crowd.enter("b", now_s=20)
+    crowd.line.refuse_overdue(30)
+
+    assert late.is_refused
+
+
+def test_retry_after_is_what_the_pace_takes() -> None:
+    """A line that filled just now has nobody who waited for long."""
+    crowd = Crowd(max_waiting=1, paced_s=12.5)
+    crowd.enter("a", now_s=0)
+    crowd.line.hold_back(0, by_pace=True)
+
+    with pytest.raises(OverloadedError) as refused:
+        crowd.enter("b", now_s=0)
+
+    assert refused.value.retry_after_s == 13
+    assert "admission.requests_per_s" in refused.value.message
+    assert "admission.max_waiting" in refused.value.message
 
 
 def test_without_a_promise_a_standing_line_waits_as_any() -> None:
@@ -186,12 +242,12 @@ def test_an_empty_line_begins_anew() -> None:
 def test_overdue_tickets_may_be_all() -> None:
     """Then nobody is first."""
     crowd = Crowd(max_wait_s=1)
-    crowd.enter("a", now_s=0)
+    ticket = crowd.enter("a", now_s=0)
     crowd.line.refuse_overdue(2)
 
     assert len(crowd.line) == 0
     assert crowd.line.first is None
-    assert crowd.line.refusal(2).retry_after_s == 1
+    assert crowd.line.refusal(ticket, 2).retry_after_s == 1
 
 
 def test_one_turn_at_a_time() -> None:

@@ -215,6 +215,28 @@ async def test_line_serves_what_the_proxy_served(
             await check_membership(stage)
 
 
+async def test_limits_of_the_benchmark_proxy_limit(
+    start_command: StartCommand, free_ports: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    """Its `--rate-limit` and `--queue-size`: what comes faster waits and is served, none too many."""
+    documented = next(each for each in LINES if "limits.yaml" in each.line)
+    limits = yaml.safe_load(FILES["limits.yaml"])["admission"]
+    sent = 4 * limits["requests_per_s"]  # long after a line would stand
+    async with on_stage(documented, start_command, free_ports(2), tmp_path) as stage:
+        async with asyncio.TaskGroup() as group:
+            asked = [body("/v1/completions", str(number), stream=False) for number in range(sent)]
+            answers = [
+                group.create_task(stage.http.post("/v1/completions", json=each)) for each in asked
+            ]
+        metrics = (await stage.http.get("/metrics")).text
+
+    assert limits == {"requests_per_s": 40, "max_waiting": 500}
+    assert {each.result().status_code for each in answers} == {200}
+    waited = re.search(r'wait_seconds_count\{outcome="admitted"\} (\d+)', metrics)
+    assert waited is not None
+    assert int(waited[1]) > 0
+
+
 async def check_encoders(stage: Stage) -> None:
     """A picture is encoded by an encode engine, and nobody else runs an encoder."""
     part = {"type": "image_url", "image_url": {"url": "data:,cat"}}

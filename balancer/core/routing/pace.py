@@ -27,6 +27,10 @@ class Pace:
         """One was let in; `has_room` said that it may."""
         self._left -= 1
 
+    def seconds_for(self, requests: int) -> float:
+        """How long so many take."""
+        return requests / self._per_s if self._per_s else 0.0
+
     def _fill(self, now_s: float) -> None:
         more = max(0.0, now_s - self._filled_s) * self._per_s
         self._left = min(self._room, self._left + more)

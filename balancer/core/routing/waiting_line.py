@@ -19,15 +19,23 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 from math import ceil
+from typing import Final
 
 from balancer.core.errors import OverloadedError
 from balancer.core.settings.admission import AdmissionSettings
+
+_LATE: Final = "no instance of this model had room within admission.max_wait_s"
+_STANDING: Final = (
+    "no instance of this model had room in time: more comes than the fleet can serve "
+    "within admission.promise_s"
+)
+_PACED: Final = "requests come faster than admission.requests_per_s, and this one waited for admission.max_wait_s"
 
 
 class Ticket:
     """A place in the line."""
 
-    __slots__ = ("arrived_s", "is_refused", "number", "priority", "tag", "wake")
+    __slots__ = ("arrived_s", "number", "priority", "refused", "tag", "wake")
 
     def __init__(
         self, *, number: int, priority: int, tag: float, arrived_s: float, wake: Callable[[], None]
@@ -38,7 +46,13 @@ class Ticket:
         self.arrived_s = arrived_s
         self.wake = wake
         """Called when it is first, when the turn before it has ended, or when it is refused."""
-        self.is_refused = False
+        self.refused: str | None = None
+        """What its client is told; None: it isn't refused."""
+
+    @property
+    def is_refused(self) -> bool:
+        """It left the line, and isn't let in."""
+        return self.refused is not None
 
     @property
     def place(self) -> tuple[int, float, int]:
@@ -49,8 +63,12 @@ class Ticket:
 class WaitingLine:
     """Who waits for one model."""
 
-    def __init__(self, settings: AdmissionSettings) -> None:
+    def __init__(
+        self, settings: AdmissionSettings, *, paced_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`paced_s`: how long `requests_per_s` takes for all that wait, of whatever model."""
         self._settings = settings
+        self._paced_s = paced_s
         self._waiting: dict[int, Ticket] = {}
         """By number: in the order of arrival."""
         self._order: list[tuple[int, float, int]] = []
@@ -60,6 +78,7 @@ class WaitingLine:
         self._progress = 0.0
         self._numbers = count()
         self._since_s = 0.0
+        self._is_paced = False
         self.is_taken = False
         """Somebody was let in and hasn't booked yet."""
 
@@ -87,16 +106,15 @@ class WaitingLine:
         """Take a place. Raises OverloadedError if the line is full of more urgent ones."""
         if not self._waiting:
             self._since_s = now_s
+            self._is_paced = False
         tag = max(self._progress, self._ends.get(client, 0.0))
         number = next(self._numbers)
         ticket = Ticket(number=number, priority=priority, tag=tag, arrived_s=now_s, wake=wake)
         if len(self._waiting) >= self._settings.max_waiting:
             last = max(self._waiting.values(), key=lambda each: each.place, default=ticket)
             if last.place <= ticket.place:
-                raise OverloadedError(
-                    "too many requests wait for this model", retry_after_s=self._wait_s(now_s)
-                )
-            self._refuse(last)
+                raise self._error(self._full(), now_s)
+            self._refuse(last, f"more urgent ones came, and {self._full()}")
         self._ends[client] = tag + max(1, tokens)
         self._waiting[number] = ticket
         heappush(self._order, ticket.place)
@@ -123,23 +141,36 @@ class WaitingLine:
         self.is_taken = False
         self._wake_first()
 
+    def hold_back(self, now_s: float, *, by_pace: bool) -> None:
+        """Who is first can't be let in now: since nobody has room, or only `by_pace`."""
+        self._is_paced = by_pace
+        if by_pace:
+            self._since_s = now_s
+
     def refuse_overdue(self, now_s: float) -> None:
         """Refuse those that have waited for as long as anybody may."""
-        limit_s = self._limit_s(now_s)
+        limit_s, words = self._limit(now_s)
         while self._waiting:
             oldest = next(iter(self._waiting.values()))
             if now_s - oldest.arrived_s < limit_s:
                 return
-            self._refuse(oldest)
+            self._refuse(oldest, words)
 
-    def refusal(self, now_s: float) -> OverloadedError:
+    def refusal(self, ticket: Ticket, now_s: float) -> OverloadedError:
         """What a refused ticket's client is told."""
-        return OverloadedError(
-            "no instance of this model had room in time", retry_after_s=self._wait_s(now_s)
-        )
+        return self._error(ticket.refused or "", now_s)
 
-    def _refuse(self, ticket: Ticket) -> None:
-        ticket.is_refused = True
+    def _error(self, words: str, now_s: float) -> OverloadedError:
+        return OverloadedError(words, retry_after_s=self._wait_s(now_s))
+
+    def _full(self) -> str:
+        """Why nobody else may wait."""
+        most = self._settings.max_waiting
+        held = " for their turn at admission.requests_per_s" if self._is_paced else ""
+        return f"{most} requests wait{held}, as many as admission.max_waiting lets wait"
+
+    def _refuse(self, ticket: Ticket, words: str) -> None:
+        ticket.refused = words
         self.leave(ticket)
         ticket.wake()
 
@@ -148,12 +179,18 @@ class WaitingLine:
         if first is not None:
             first.wake()
 
-    def _limit_s(self, now_s: float) -> float:
+    def _limit(self, now_s: float) -> tuple[float, str]:
+        """How long anybody may wait now, and what those are told that have."""
         settings = self._settings
+        if self._is_paced:
+            return settings.max_wait_s, _PACED
         is_standing = now_s - self._since_s >= settings.standing_s
-        return min(settings.max_wait_s, settings.standing_wait_s if is_standing else float("inf"))
+        if is_standing and settings.standing_wait_s < settings.max_wait_s:
+            return settings.standing_wait_s, _STANDING
+        return settings.max_wait_s, _LATE
 
     def _wait_s(self, now_s: float) -> int:
-        """How long who came first has waited: about what who comes now would."""
+        """About how long who comes now would wait: as long as who is first has, and the pace takes."""
         first = self.first
-        return max(1, ceil(now_s - first.arrived_s)) if first else 1
+        waited_s = now_s - first.arrived_s if first else 0.0
+        return max(1, ceil(max(waited_s, self._paced_s())))

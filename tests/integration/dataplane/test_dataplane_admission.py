@@ -260,6 +260,48 @@ async def test_what_comes_too_fast_waits(
     assert 10 <= served.waits.count("admitted") <= 15
 
 
+async def test_line_that_only_the_pace_holds_is_served_to_its_end(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """In order, however long the line has stood and whatever was promised: there is room."""
+    gate = Gate(permits=asyncio.Semaphore(20))
+    admission = AdmissionSettings(promise_s=0.02, standing_s=0.01, requests_per_s=50)
+    async with engine(gate) as running, balancer(instance(running), admission=admission) as served:
+        url = served.url + COMPLETIONS
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(client.post(url, json=body("u"))) for _ in range(20)]
+
+    assert {each.result().status_code for each in answers} == {200}
+    assert set(served.waits) == {"admitted"}
+
+
+async def test_line_that_is_full_by_the_pace_says_when_to_come_back(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """By the pace and the line, and what to change, as `--rate-limit` and `--queue-size` had it."""
+    gate = Gate(permits=asyncio.Semaphore(1))
+    admission = AdmissionSettings(requests_per_s=0.1, max_waiting=2)
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), admission=admission) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        url = served.url + COMPLETIONS
+        first = await client.post(url, json=body("a"))
+        waiting = [group.create_task(client.post(url, json=body(name))) for name in "bc"]
+        await until(lambda: crowd.waiting == 2)
+        refused = await client.post(url, json=body("d"))
+        for each in waiting:
+            each.cancel()
+
+    error = refused.json()["error"]
+    assert (first.status_code, refused.status_code, error["code"]) == (200, 503, "overloaded")
+    assert refused.headers["retry-after"] == "20"
+    assert "admission.requests_per_s" in error["message"]
+    assert "admission.max_waiting" in error["message"]
+
+
 @dataclass
 class Loads:
     """A ledger that says what it was told."""
