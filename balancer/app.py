@@ -97,7 +97,12 @@ class _Builder:
         self._tracing = tracing
         self._connectors = connectors()
         self._engine_keys = config.engine_keys()
-        self._engines = EngineClient(api_keys=self._engine_keys, timeout_s=config.probes.timeout_s)
+        self._balancer_id = company.balancer_id or surroundings.new_id()
+        self._engines = EngineClient(
+            api_keys=self._engine_keys,
+            timeout_s=config.probes.timeout_s,
+            balancer_id=self._balancer_id,
+        )
         self._keeper = FleetKeeper(
             config.instances,
             prober=self._engines,
@@ -217,6 +222,7 @@ class _Builder:
             admission=self._open_admission(),
             notices=self._control.notices,
             log_request=log_request,
+            balancer_id=self._balancer_id,
         )
         views = Views(self._registry, self._decisions, self._company.siblings)
         surface = Surface(
@@ -235,6 +241,7 @@ class _Builder:
             max_body_bytes=self._config.dataplane.max_body_bytes,
             conflicts=lambda: self._conflicts,
             version=importlib.metadata.version("kvlb"),
+            balancer_id=self._balancer_id,
             control=self._control.routes(lambda: self._config.admin),
         )
         routes = create_routes(surface, lambda _: self._lifespan(app))

@@ -29,6 +29,7 @@ from balancer.core.settings.encode import EncodeSettings
 from balancer.core.settings.errors import ConfigError, Secret, encode_custom, nearest
 from balancer.core.settings.handlers import HandlerSettings
 from balancer.core.settings.notices import NoticeSettings
+from balancer.core.settings.own_address import is_own_address
 from balancer.core.settings.registration import RegistrationSettings
 from balancer.core.settings.reliability import ReliabilitySettings
 from balancer.core.settings.routing import PdSettings, RoutingSettings
@@ -88,6 +89,10 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _refuse_loopback_twice(self.instances)
         _refuse_duplicates("alias", (each.name for each in self.instances))
         for number, instance in enumerate(self.instances):
+            if is_own_address(instance.id, self.host, self.port):
+                raise ConfigError(
+                    f"`instances[{number}].url`: {instance.id} is where this balancer listens itself"
+                )
             fault = connector_fault(instance.instance())
             if fault is not None:
                 raise ConfigError(f"`instances[{number}].{fault}")

@@ -35,6 +35,7 @@ from balancer.core.fleet.view import (
 )
 from balancer.core.http.generate import read_generate
 from balancer.core.http.openai_errors import render_error
+from balancer.core.http.own_mark import BALANCER
 from balancer.core.http.rewrite import decode_body, encode_body
 from balancer.core.load.ledger import LoadLedger
 from balancer.core.prompt.encoded_items import EncodedItems
@@ -76,6 +77,8 @@ class Surface:
     conflicts: Callable[[], Sequence[str]]
     """Sentences about instances that can't hand over to each other."""
     version: str
+    balancer_id: str
+    """By which other balancers know that this is none of their engines."""
     control: APIRouter
     """What changes the fleet and its engines."""
 
@@ -111,11 +114,13 @@ def add_error_answers(api: FastAPI) -> None:
 
 
 def _add_model_routes(api: FastAPI, surface: Surface) -> None:
+    mark = {BALANCER: surface.balancer_id}
+
     @api.head("/v1/models", include_in_schema=False)
     @api.get("/v1/models", tags=["public"])
     async def list_models() -> Response:
         """Every model and adapter that can be asked for now, each once."""
-        return _json({"object": "list", "data": merge_models(surface.fleet())})
+        return _json({"object": "list", "data": merge_models(surface.fleet())}, headers=mark)
 
     @api.get("/v1/models/{model:path}", tags=["public"])
     async def show_model(model: str) -> Response:
@@ -127,13 +132,15 @@ def _add_model_routes(api: FastAPI, surface: Surface) -> None:
 
 
 def _add_process_routes(api: FastAPI, surface: Surface) -> None:
+    mark = {BALANCER: surface.balancer_id}
+
     @api.head("/health", include_in_schema=False)
     @api.get("/health", tags=["public"])
     async def health() -> Response:
         """200 while the process is alive, whatever the engines do; 503 if it has to be restarted."""
         if api.state.is_broken:
-            return _json({"status": "broken"}, 503)
-        return _json({"status": "ok"})
+            return _json({"status": "broken"}, 503, mark)
+        return _json({"status": "ok"}, headers=mark)
 
     @api.head("/ready", include_in_schema=False)
     @api.get("/ready", tags=["public"])
@@ -142,7 +149,7 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
         is_ready, reasons = readiness(surface.fleet())
         if api.state.is_draining or api.state.is_broken:
             is_ready, reasons = False, ["this balancer is shutting down"]
-        return _json({"ready": is_ready, "reasons": reasons}, 200 if is_ready else 503)
+        return _json({"ready": is_ready, "reasons": reasons}, 200 if is_ready else 503, mark)
 
     @api.get("/healthcheck", include_in_schema=False)
     async def healthcheck() -> Response:
@@ -260,8 +267,8 @@ def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRe
     return read_generate(Endpoint(path), raw_body, fleet, request_id="explain")
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

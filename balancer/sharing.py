@@ -58,6 +58,8 @@ class Company:
     """To every process that sends legs to the same engines; None: load is this process's own."""
     siblings: Siblings = field(default_factory=Alone)
     """Who answers on the same port."""
+    balancer_id: str = ""
+    """What all processes on that port are known by; empty: there is only this one."""
     settle_s: float = 0.0
     """How long to look at the fleet before the first connection is accepted: others answer
     meanwhile."""

@@ -23,6 +23,7 @@ BalancerError
 ├── LeaseEndedError 503     the blocks of its prefill leg may be gone, or read already
 ├── PrefillFailedError 503  no prefill leg succeeded and local prefill isn't allowed
 ├── EncodeFailedError 503   no encode leg of an item succeeded and nobody may stand in
+├── LoopError 508           a balancer sent it: an instance is no engine
 └── ClientGoneError 499     the client went away; nothing is answered
 """
 
@@ -277,6 +278,14 @@ class EncodeFailedError(BalancerError):
     status = 503
     type = "ServiceUnavailableError"
     code = "encode_failed"
+
+
+class LoopError(BalancerError):
+    """A balancer sent the request as a leg, perhaps this very one. No other instance does better."""
+
+    status = 508
+    type = "LoopDetectedError"
+    code = "loop"
 
 
 class ClientGoneError(BalancerError):

@@ -16,6 +16,7 @@ from balancer.core.errors import (
 from balancer.core.fleet.snapshot import Instance
 from balancer.core.http.body import Body
 from balancer.core.http.headers import Headers, drop_header
+from balancer.core.http.own_mark import BALANCER
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.reliability import Reliability
@@ -30,7 +31,7 @@ EngineKey = Callable[[InstanceId], str | None]
 class LegSender:
     """Sends one leg to one instance, with the headers it needs."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, which hands everything down
         self,
         *,
         upstream: Upstream,
@@ -39,7 +40,9 @@ class LegSender:
         clock: Callable[[], float],
         tracing: Tracing,
         reliability: Reliability,
+        balancer_id: str,
     ) -> None:
+        self._mark = (BALANCER.encode(), balancer_id.encode())
         self._upstream = upstream
         self.reliability = reliability
         self._report_health = report_health
@@ -71,11 +74,13 @@ class LegSender:
         )
 
     def own_headers(self, instance: Instance, headers: Headers) -> Headers:
-        """What an instance is sent: its own key in the client's place, and our trace."""
+        """What an instance is sent: its own key in the client's place, our name and our trace."""
         key = self.engine_key(instance.id)
-        if key is not None:
-            bearer = b"Bearer " + key.encode()
-            headers = (*drop_header(headers, b"authorization"), (b"authorization", bearer))
+        if key is None:
+            headers = (*headers, self._mark)
+        else:
+            bearer = (b"authorization", b"Bearer " + key.encode())
+            headers = (*drop_header(headers, b"authorization"), bearer, self._mark)
         return self._tracing.pass_on(headers) if self._tracing.is_on else headers
 
     def blames_client(self, instance: Instance, error: BalancerError) -> bool:

@@ -40,6 +40,7 @@ from balancer.core.http.headers import (
     pass_request_headers,
 )
 from balancer.core.http.openai_errors import render_error
+from balancer.core.http.own_mark import refuse_balancers
 from balancer.core.http.rewrite import splice_usage, wants_usage
 from balancer.core.http.session_close import INTERNAL_ERROR, SERVICE_RESTART
 from balancer.core.load.ledger import LoadLedger
@@ -102,9 +103,11 @@ class DataPlane:
         admission: Admission | None = None,
         notices: TransferNotices | None = None,
         log_request: LogRequest | None = None,
+        balancer_id: str = "",
     ) -> None:
         """`engine_key` gives an instance's API key; without one the client's own is passed on.
 
+        `balancer_id` marks legs: a request that has such a mark already is refused.
         `log_request` writes a finished request's log line; without one it goes the way of the others.
         """
         self.running = 0
@@ -117,6 +120,7 @@ class DataPlane:
         self._on_record = on_record
         self._clock = clock
         self._new_id = new_id
+        self._balancer_id = balancer_id
         self._tracing = tracing or NoTracing()
         self._log = structlog.stdlib.get_logger(__name__)
         self._log_request = log_request or LoggedRequests()
@@ -126,6 +130,7 @@ class DataPlane:
             report_health=report_health,
             clock=clock,
             tracing=self._tracing,
+            balancer_id=balancer_id,
             reliability=reliability or Reliability(ReliabilitySettings(), fleet=fleet, clock=clock),
         )
         self._legs = Legs(
@@ -192,6 +197,7 @@ class DataPlane:
         record = self._begin(socket)
         try:
             with self._tracing.request(record, socket.headers):
+                refuse_balancers(socket.headers, self._balancer_id)
                 await self._realtime.carry(self._fleet(), socket, record)
         except BalancerError as error:
             await _end_session(error, record, socket)
@@ -227,6 +233,7 @@ class DataPlane:
     async def _answer(
         self, exchange: Exchange, record: RequestRecord, passer: AnswerPasser
     ) -> None:
+        refuse_balancers(exchange.headers, self._balancer_id)
         use = find_path(exchange.method, exchange.path)
         body = await exchange.read_body(self._settings.max_body_bytes)
         query = "?" + exchange.query.decode("latin-1") if exchange.query else ""

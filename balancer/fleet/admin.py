@@ -22,8 +22,10 @@ from balancer.core.fleet.changes import ChangesUnavailableError
 from balancer.core.fleet.member_requests import MemberName, read_entry, read_name
 from balancer.core.fleet.roster import MAX_RUNTIME_MEMBERS, Member, Origin
 from balancer.core.fleet.snapshot import Fleet
+from balancer.core.http.own_mark import ANOTHER_BALANCER, OWN_ADDRESS
 from balancer.core.settings.control import InstanceSettings
 from balancer.core.settings.errors import ConfigError
+from balancer.core.settings.own_address import is_own_address
 from balancer.fleet.members import Members
 from indexer.core.addresses import without_loopback_names
 from indexer.core.model_cards import ServedModels
@@ -34,6 +36,8 @@ REFUSED = {
     "probe_timeout": "it didn't answer in time",
     "unauthorized": "it wants another key: give `api_key`",
     "bad_model_list": "what it answers on /v1/models is no model list",
+    OWN_ADDRESS: "this is where this balancer listens itself, not an engine",
+    ANOTHER_BALANCER: "a kvlb balancer answers there, not an engine: name the engines behind it",
 }
 
 
@@ -126,6 +130,8 @@ class FleetAdmin:
                 raise MemberConflictError(f"{entry.id} is in the fleet already")
             if entry.alias is not None and member.settings.name == entry.alias:
                 raise MemberConflictError(f"another instance is called `{entry.alias}`")
+        if is_own_address(entry.id, present.config.host, present.config.port):
+            raise MemberRefusedError(f"{entry.id}: {REFUSED[OWN_ADDRESS]}", code=OWN_ADDRESS)
         at_run_time = sum(each.origin is not Origin.FILE for each in present.members)
         if at_run_time >= MAX_RUNTIME_MEMBERS:
             raise MemberConflictError(f"{MAX_RUNTIME_MEMBERS} instances were added already")

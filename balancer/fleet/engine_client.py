@@ -17,6 +17,7 @@ from balancer.core.control_errors import (
 from balancer.core.fleet.cache_config import parse_cache_tokens
 from balancer.core.fleet.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
 from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
+from balancer.core.http.own_mark import balancer_reason
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
 
@@ -40,9 +41,16 @@ class EngineClient:
     """Control calls to any instance, with that instance's own key."""
 
     def __init__(
-        self, *, api_keys: Mapping[InstanceId, str], timeout_s: float, max_connections: int = 256
+        self,
+        *,
+        api_keys: Mapping[InstanceId, str],
+        timeout_s: float,
+        balancer_id: str = "",
+        max_connections: int = 256,
     ) -> None:
+        """`balancer_id` is ours: who answers with it is no engine, but us."""
         self._api_keys = api_keys
+        self._balancer_id = balancer_id
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._outdated: list[httpx.AsyncClient] = []
@@ -212,7 +220,7 @@ class EngineClient:
         if key := self._api_keys.get(instance):
             headers["authorization"] = f"Bearer {key}"
         try:
-            return await self._http.request(
+            answer = await self._http.request(
                 method,
                 f"{instance}{target}",
                 headers=headers,
@@ -228,6 +236,10 @@ class EngineClient:
         except UnicodeError:
             # A key that is no header value. No cause: its text, which a traceback shows, is the key.
             raise EngineCallError("connection_failed") from None
+        reason = balancer_reason(answer.headers, self._balancer_id)
+        if reason is not None:
+            raise EngineCallError(reason)
+        return answer
 
 
 def _refuse_failure(answer: httpx.Response) -> None:

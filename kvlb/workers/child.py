@@ -41,7 +41,7 @@ async def _work(listener: socket.socket, end: socket.socket) -> None:
     config = None if start.config is None else Path(start.config)
     with stop_event() as stop, surviving_hangup(config):
         settings = load_fleet(config, start.overrides, os.environ)
-        seat = Seat(start.number, listener, pipe)
+        seat = Seat(start.number, listener, pipe, balancer_id=start.balancer_id)
 
         def listening(_: str) -> None:
             seat.ready()

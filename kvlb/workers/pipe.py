@@ -35,6 +35,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     number: int
     overrides: Overrides
     config: str | None
+    balancer_id: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from balancer.server import ListenError, bind_shared
 from balancer.siblings import read_figures
+from balancer.surroundings import TimeAndChance
 from kvlb.errors import SettingsError, WorkersError
 from kvlb.load_stream import open_channel
 from kvlb.running import listening_url
@@ -68,6 +69,7 @@ class Workers:
         self._config = config
         self._hub = hub
         self._stop = stop
+        self._balancer_id = TimeAndChance().new_id()
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._pipes: dict[int, Pipe] = {}
         self._ready: set[int] = set()
@@ -132,7 +134,7 @@ class Workers:
         pipe = self._pipes[number] = await Pipe.open(ours)
         pipe.on_ready = lambda: self._on_ready(number)
         config = None if self._config is None else str(self._config)
-        pipe.send(Start(number, self._overrides, config))
+        pipe.send(Start(number, self._overrides, config, self._balancer_id))
         self._hub.join(number, pipe)
         try:
             if self._stop.is_set():  # it was asked before there was anybody to tell

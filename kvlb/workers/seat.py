@@ -80,14 +80,20 @@ class PipeSiblings:
 class Seat:
     """Of one worker."""
 
-    def __init__(self, number: int, listener: socket.socket, pipe: Pipe) -> None:
+    def __init__(
+        self, number: int, listener: socket.socket, pipe: Pipe, *, balancer_id: str = ""
+    ) -> None:
         self.number = number
         self.listener = listener
         self._pipe = pipe
+        self._balancer_id = balancer_id
 
     def company(self, settle_s: float) -> Company:
         return Company(
-            channel=PipeChannel(self._pipe), siblings=PipeSiblings(self._pipe), settle_s=settle_s
+            channel=PipeChannel(self._pipe),
+            siblings=PipeSiblings(self._pipe),
+            balancer_id=self._balancer_id,
+            settle_s=settle_s,
         )
 
     def share(self, settings: KvlbSettings) -> KvlbSettings:

@@ -252,8 +252,10 @@ async def running_on(engine: str) -> int:
 
 
 async def test_workers_are_one_balancer(around: Around) -> None:
-    """Whichever worker is asked: its decisions, its fleet, a changed file; and a drain of all."""
+    """Whichever worker is asked: its name, its decisions, its fleet, a changed file; and a drain of all."""
     balancer = await around.balancer("--workers", str(WORKERS))
+    names = {(await balancer.get("/health")).headers["x-kvlb-balancer"] for _ in range(16)}
+    assert len(names) == 1
     for number in range(8):
         answer = await balancer.complete(prompt_of(number, 40))
         assert answer.status_code == 200

@@ -4,8 +4,9 @@ Rules:
 
 1. The first good probe makes an instance healthy at once; after a failure it takes
    `healthy_after` good ones in a row. Nothing bans an instance for good.
-2. `unhealthy_after` bad probes in a row make it unhealthy; a refused connection, a refused key
-   or an engine that says it sleeps does at once: a sleeping engine has no cache and answers nobody.
+2. `unhealthy_after` bad probes in a row make it unhealthy; a refused connection, a refused key,
+   a balancer in the engine's place or an engine that says it sleeps does at once: a sleeping engine
+   has no cache and answers nobody.
 3. Of legs only what a probe would see counts, and at once: a refused connection. An engine that
    passes every probe and fails every request is held back by its breaker (`core.reliability.standings`).
 4. 503 on /health means draining (or dead): no new requests, until a probe says otherwise.
@@ -16,10 +17,20 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
 
+from balancer.core.http.own_mark import ANOTHER_BALANCER, OWN_ADDRESS
 from indexer.core.model_cards import ServedModels
 
 SLEEPING = "sleeping"
-AT_ONCE = frozenset({"engine_unreachable", "connect_timeout", "unauthorized", SLEEPING})
+AT_ONCE = frozenset(
+    {
+        "engine_unreachable",
+        "connect_timeout",
+        "unauthorized",
+        SLEEPING,
+        OWN_ADDRESS,
+        ANOTHER_BALANCER,
+    }
+)
 """Reasons that need no second opinion."""
 
 
