@@ -14,6 +14,7 @@ from simulator.core.event_faults import EventFaults
 from simulator.engine import ReceivedRequest, SimulatedEngine
 from simulator.exchange import ClientGoneError, Exchange, Receive, Scope, Send, render_error
 from simulator.exposition import render_metrics, render_server_info, render_state
+from simulator.misfortunes import Misfortune
 from simulator.model_routes import Route, kept_response_routes, model_routes
 from simulator.prompts import read_tokenize_prompt
 from simulator.speech_api import serve_session
@@ -44,6 +45,7 @@ class EngineApplication:
             "/simulator/state": {"GET": self._report_state},
             "/server_info": {"GET": self._report_server_info},
             "/simulator/faults": {"GET": self._report_faults, "POST": self._set_faults},
+            "/simulator/misfortunes": {"POST": self._befall},
             "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
             "/sleep": {"POST": self._sleep},
             "/wake_up": {"POST": self._wake_up},
@@ -223,6 +225,21 @@ class EngineApplication:
     async def _set_faults(self, exchange: Exchange) -> None:
         self._engine.set_event_faults(_decode_plain(exchange.body, EventFaults))
         await self._report_faults(exchange)
+
+    async def _befall(self, exchange: Exchange) -> None:
+        misfortune = _decode_plain(exchange.body, Misfortune)
+        misfortunes, is_own = (
+            self._engine.misfortunes,
+            misfortune.engine == self._engine.places.name,
+        )
+        if is_own:  # which may keep it from answering later
+            misfortunes.check(misfortune)
+            await exchange.send_json(msgspec.to_builtins(misfortune), status=202)
+            misfortunes.order(misfortune)
+        else:
+            if failure := await misfortunes.order(misfortune):
+                raise RequestRefusedError(failure)
+            await exchange.send_json(msgspec.to_builtins(misfortune))
 
 
 class _LoadAdapter(msgspec.Struct):

@@ -17,6 +17,7 @@ from simulator.core.settings import EngineSettings
 from simulator.core.transfer import SideChannel, TransferDirectory
 from simulator.core.types import RemotePrefill
 from simulator.encoder import Encoder, EncoderDirectory
+from simulator.misfortunes import Misfortunes
 from simulator.publisher import EventPublisher
 from simulator.rank import EngineRank
 
@@ -39,6 +40,7 @@ class Surroundings:
     randomness: random.Random
     history: FleetHistory = field(default_factory=FleetHistory)
     encodings: EncoderDirectory = field(default_factory=EncoderDirectory)
+    misfortunes: Misfortunes = field(default_factory=Misfortunes)
 
     @property
     def dialable_host(self) -> str:
@@ -106,6 +108,7 @@ class SimulatedEngine:
         self.wall_clock = surroundings.wall_clock
         self.clock = surroundings.clock
         self.history = surroundings.history
+        self.misfortunes = surroundings.misfortunes
         self.received: deque[ReceivedRequest] = deque(maxlen=_REMEMBERED_REQUESTS)
         self.responses: dict[str, KeptResponse] = {}
         """By id. Never dropped, as in vLLM."""

@@ -289,11 +289,14 @@ async def running_fleet(
     try:
         async with asyncio.TaskGroup() as group:
             fleet = RunningFleet(engines, group, surroundings.history)
+            surroundings.misfortunes.victims = {each.name: each for each in engines}
+            befalling = group.create_task(surroundings.misfortunes.run(group))
             try:
                 for one in fleet.engines:
                     await one.start(group)
                 yield fleet
             finally:
+                befalling.cancel()
                 for one in fleet.engines:
                     await one.stop()
     finally:

@@ -1,6 +1,7 @@
 """What can befall a simulated engine from outside: it is killed, hangs, or loses the network."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -191,3 +192,85 @@ async def test_counts_outlive_the_engine_that_made_them(
     assert alive.failed_loads == 1
     assert decode.counts == alive
     assert [each.outcome for each in fleet.history.attempts] == ["failed"]
+
+
+async def befall(client: httpx.AsyncClient, asked: RunningEngine, **order: Any) -> httpx.Response:
+    return await client.post(f"{asked.url}/simulator/misfortunes", json=order)
+
+
+async def test_one_engine_is_killed_and_brought_back_over_http(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """By another one: when it answers it is so."""
+    prefill, decode = fleet.engines
+    before = decode.engine
+    killed = await befall(client, prefill, engine="d0", what="kill")
+    refused = await fails(client, decode)
+    started = await befall(client, prefill, engine="d0", what="start")
+
+    assert (killed.status_code, killed.json()) == (200, {"engine": "d0", "what": "kill"})
+    assert refused
+    assert started.status_code == 200
+    assert decode.engine is not before
+    assert (await complete(client, decode)).status_code == 200
+
+
+async def test_one_engine_hangs_and_goes_on_over_http(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """A cut breaks what is open and nothing else."""
+    prefill = fleet.engines[0]
+    for what in ("cut", "freeze", "thaw"):
+        assert (await befall(client, prefill, engine="d0", what=what)).status_code == 200
+
+    changes = [change.what for change in fleet.history.changes if change.engine == "d0"]
+    assert changes == ["started", "cut", "frozen", "thawed"]
+
+
+async def test_an_engine_that_is_to_kill_itself_says_so_first(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """It can't later."""
+    decode = fleet.engines[1]
+    answer = await befall(client, decode, engine="d0", what="kill")
+    async with asyncio.timeout(5):
+        while decode.is_running:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.005)
+
+    assert answer.status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ({"engine": "d9", "what": "kill"}, "there are p0, d0"),
+        ({"engine": "d0", "what": "start"}, "d0 is running"),
+        ({"engine": "d0", "what": "explode"}, "explode"),
+        ({"engine": "d0"}, "what"),
+    ],
+)
+async def test_what_cannot_befall_an_engine_is_refused(
+    fleet: RunningFleet, client: httpx.AsyncClient, order: dict[str, str], said: str
+) -> None:
+    """The answer says why."""
+    answer = await befall(client, fleet.engines[0], **order)
+
+    assert answer.status_code == 400
+    assert said in answer.text
+
+
+async def test_a_start_that_fails_changes_nothing(
+    fleet: RunningFleet, client: httpx.AsyncClient
+) -> None:
+    """Somebody else has its port; the others go on."""
+    prefill, decode = fleet.engines
+    await fleet.stop(decode)
+    host, port = decode.url.removeprefix("http://").split(":")
+    with socket.create_server((host, int(port))):
+        failed = await befall(client, prefill, engine="d0", what="start")
+    was_running = decode.is_running
+    await befall(client, prefill, engine="d0", what="start")
+
+    assert failed.status_code == 400
+    assert not was_running
+    assert (await complete(client, decode)).status_code == 200
