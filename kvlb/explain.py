@@ -124,6 +124,8 @@ def _show_finished(decision: Mapping[str, Any], console: Console) -> None:
     console.print(f"prompt  {tokens} tokens, {cached} were cached", highlight=False, markup=False)
     console.print(f"status  {decision['status']}", highlight=False, markup=False)
     console.print(f"reason  [bold]{decision['reason']}[/]", highlight=False)
+    if decision.get("ways"):
+        console.print(f"ways    {decision['ways']}", highlight=False, markup=False)
     for name, leg in (decision.get("plan") or {}).items():
         if leg is not None:
             _show_leg(name, leg, console)

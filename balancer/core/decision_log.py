@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
-from balancer.core.routing.explain import explain_choice, render_legs
+from balancer.core.routing.explain import explain_choice, explain_ways, render_legs
 from balancer.core.routing.judgement import judge_record
 from balancer.core.routing.plan import RoutePlan
 
@@ -83,6 +83,7 @@ def render_record(record: RequestRecord) -> Mapping[str, Any]:
         "error": record.error,
         "reason": plan.reason.value if plan else None,
         "why": explain_choice(plan.decode, plan.considered) if plan else None,
+        "ways": explain_ways(plan) if plan else None,
         "pd": _render_judgement(record),
         "encode": _render_encode(record.encode),
         "prompt_tokens": record.prompt_tokens,

@@ -6,7 +6,7 @@ import msgspec
 
 from balancer.connectors.contract import Connector, HandOver
 from balancer.core.fleet.snapshot import Role
-from balancer.core.load.ledger import LegWork
+from balancer.core.load.ledger import Learning, LegWork
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.candidates import (
     Pool,
@@ -38,7 +38,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """When the index was asked."""
 
     def facts(
-        self, pool: Pool, *, prefill_failed: bool, prefill_full: bool, rates_known: bool
+        self, pool: Pool, *, prefill_failed: bool, prefill_full: bool, learning: Learning | None
     ) -> SplitFacts:
         """Of a fleet with decode instances; elsewhere nobody asks."""
         block_sizes = [
@@ -62,7 +62,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 and self.connectors[each.connector].needs_prefill(each)
             ),
             paired=frozenset(name for name in pool.prefill_expected if self.pairs_ranks(name)),
-            rates_known=rates_known,
+            rates_known=learning is None,
+            learning=learning,
         )
 
     def pairs_ranks(self, connector: str) -> bool:

@@ -296,7 +296,7 @@ class Router:
                 pool,
                 prefill_failed=prefill_failed,
                 prefill_full=some_full and not prefill,
-                rates_known=self._ledger.knows_rates,
+                learning=self._ledger.learning,
             )
             plan = self._planner.plan(question.shape, facts, decode, prefill, draw)
         else:

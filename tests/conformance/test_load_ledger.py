@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from balancer.core.load.ledger import LegGuard, LegWork, LoadLedger, RankLoad, TransferRates
+from balancer.core.load.ledger import (
+    Learning,
+    LegGuard,
+    LegWork,
+    LoadLedger,
+    RankLoad,
+    TransferRates,
+)
 from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.load.shared_ledger import SharedLedger
 from indexer.core.types import BlockKey, InstanceId, RankId
@@ -74,8 +81,8 @@ class SeenByPeer:
         return self._told().transfer(source, target)
 
     @property
-    def knows_rates(self) -> bool:
-        return self._told().knows_rates
+    def learning(self) -> Learning | None:
+        return self._told().learning
 
     def _told(self) -> SharedLedger:
         for message in self._here.outgoing():
@@ -318,13 +325,16 @@ def test_rates_are_known_once_prefill_and_transfer_are(ledger: LoadLedger, clock
     """Comparing a learned time with a prior would decide by the prior."""
     for _ in range(3):
         hand_over(ledger, clock, 1.0)
-    assert not ledger.knows_rates
+    seen = ledger.learning
+    assert seen is not None
+    assert (seen.hand_overs, seen.needed) == (3, 3)
+    assert seen.prefills < 3
 
     for _ in range(5):
         with ledger.hold(work()) as guard:
             clock.now_s += 1
             guard.first_token()
-    assert ledger.knows_rates
+    assert ledger.learning is None
 
 
 def test_arrivals_by_transfer_are_arrivals(ledger: LoadLedger) -> None:

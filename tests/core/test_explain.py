@@ -11,6 +11,7 @@ from msgspec.structs import replace as replace_choice
 
 from balancer.core.decision_log import DecisionLog, render_record
 from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.ledger import Learning
 from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.prompt.media_items import media_items
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
@@ -310,6 +311,28 @@ def test_headers_tell_the_prefill_leg_apart() -> None:
 
     assert headers[b"x-kvlb-prefill-why"] == b"b is the only candidate"
     assert headers[b"x-kvlb-prefill-candidates"].startswith(b"b/0 cost=0.4 ")
+
+
+LEARNING = Learning(prefills=7, hand_overs=2, needed=3)
+
+
+def test_times_that_are_not_compared_yet_say_what_is_missing() -> None:
+    """In `/explain`, of a finished request, and in the headers of its answer."""
+    plan = replace_choice(PLAN, learning=LEARNING)
+    said = (
+        "not compared by time yet, the limit pd.local_prefill_max_tokens decides: "
+        "3 of 3 prefills and 2 of 3 hand-overs seen (only streams show one)"
+    )
+
+    assert render_plan(plan, PromptView())["ways"] == said
+    assert render_record(record(plan=plan))["ways"] == said
+    assert dict(explain_headers(plan))[b"x-kvlb-ways"] == said.encode()
+
+
+def test_nothing_is_said_of_ways_where_there_is_one() -> None:
+    """A mixed instance, a prompt that can't be split, an operator who decides otherwise."""
+    assert render_plan(PLAN, PromptView())["ways"] is None
+    assert render_record(record())["ways"] is None
 
 
 def test_headers_hold_plain_characters_and_few_candidates() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.load.ledger import Learning
 from balancer.core.routing.plan import Reason
 from balancer.core.routing.prefill_policy import SplitFacts, Verdict, decide, is_splittable
 from balancer.core.settings.routing import PdSettings
@@ -162,6 +163,39 @@ def test_an_unscorable_prompt_below_a_block_stays_local() -> None:
 
 
 KNOWN = SplitFacts(prompt_tokens=1000, rates_known=True)
+
+
+LEARNING = Learning(prefills=3, hand_overs=2, needed=3)
+UNKNOWN = SplitFacts(prompt_tokens=1000, learning=LEARNING)
+
+
+@pytest.mark.parametrize(
+    ("uncached", "reason"), [(200, Reason.DECODE_HAS_CACHE), (5000, Reason.REMOTE_PREFILL)]
+)
+def test_what_keeps_times_from_being_compared_is_told(uncached: int, reason: Reason) -> None:
+    """Where they would be: both ways are open, and the limit decides until rates are known."""
+    decided = verdict(uncached, UNKNOWN)
+
+    assert (decided.reason, decided.learning) == (reason, LEARNING)
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "has_prefill"),
+    [
+        pytest.param(UNKNOWN, PdSettings(decide="threshold"), True, id="threshold"),
+        pytest.param(UNKNOWN, PdSettings(force="remote"), True, id="forced"),
+        pytest.param(UNKNOWN, AUTO, False, id="nobody-prefills"),
+        pytest.param(
+            SplitFacts(prompt_tokens=1000, scored=False, learning=LEARNING), AUTO, True, id="text"
+        ),
+        pytest.param(SplitFacts(prompt_tokens=10, learning=LEARNING), AUTO, True, id="short"),
+    ],
+)
+def test_rates_are_not_missing_where_they_would_not_decide(
+    facts: SplitFacts, settings: PdSettings, has_prefill: bool
+) -> None:
+    """Another rule does."""
+    assert verdict(200, facts, settings, has_prefill=has_prefill).learning is None
 
 
 @pytest.mark.parametrize("uncached", [1, 256, 5000])

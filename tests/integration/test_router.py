@@ -20,6 +20,7 @@ from balancer.core.errors import (
     PrefillFailedError,
 )
 from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.load.ledger import Learning
 from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing.plan import Reason
@@ -209,6 +210,13 @@ async def test_an_exception_withdraws_the_prediction(bench: Bench) -> None:
 
     plan = await router.explain(PAIR, request(), view())
     assert [each.candidate.predicted_tokens for each in plan.considered] == [0, 0]
+
+
+async def test_a_plan_tells_that_rates_are_unknown(bench: Bench) -> None:
+    """And how much has been seen of them: of a fleet that has just started, nothing."""
+    plan = await bench.build().explain(PAIR, request(), view(1000))
+
+    assert plan.learning == Learning(prefills=0, hand_overs=0, needed=3)
 
 
 async def test_explaining_books_nothing(bench: Bench) -> None:

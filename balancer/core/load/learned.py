@@ -103,7 +103,12 @@ class LearnedRates:
     @property
     def knows_prefill(self) -> bool:
         """Whether the fleet's prefill rate is more than a prior."""
-        return self._fleet_prefill.count >= ENOUGH_SAMPLES
+        return self.seen >= ENOUGH_SAMPLES
+
+    @property
+    def seen(self) -> int:
+        """Prefills of the fleet that told something."""
+        return self._fleet_prefill.count
 
     def rates(self, rank: RankId) -> RankRates:
         """What is known of `rank`, else of the fleet, else the prior."""

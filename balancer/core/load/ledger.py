@@ -49,6 +49,15 @@ class TransferRates(msgspec.Struct, frozen=True, kw_only=True):
         return self.fixed_s + self.s_per_token * tokens
 
 
+class Learning(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What has been seen of prefills and hand-overs, while it is too little to go by."""
+
+    prefills: int
+    hand_overs: int
+    needed: int
+    """Of either."""
+
+
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One rank's load as this balancer knows it."""
 
@@ -176,8 +185,8 @@ class LoadLedger(Protocol):
         ...
 
     @property
-    def knows_rates(self) -> bool:
-        """Whether prefill and transfer have been seen often enough to compare their times."""
+    def learning(self) -> Learning | None:
+        """None: prefill and transfer have been seen often enough to compare their times."""
         ...
 
     def hold(self, work: LegWork) -> LegGuard:

@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Self
 
 from balancer.core.load.approximate import ApproximateBlocks
-from balancer.core.load.learned import LearnedRates
-from balancer.core.load.ledger import LegWork, RankLoad, TransferRates
+from balancer.core.load.learned import ENOUGH_SAMPLES, LearnedRates
+from balancer.core.load.ledger import Learning, LegWork, RankLoad, TransferRates
 from balancer.core.load.rank_book import BookedLeg, RankBook
 from balancer.core.load.reuse import ReuseTimes, sampled
 from balancer.core.load.transfers import LearnedTransfers
@@ -128,9 +128,13 @@ class LocalLedger:
         return self._learned.knows_prefill
 
     @property
-    def knows_rates(self) -> bool:
-        """Whether prefill and transfer have been seen often enough to compare their times."""
-        return self._learned.knows_prefill and self._transfers.are_known
+    def learning(self) -> Learning | None:
+        """None: prefill and transfer have been seen often enough to compare their times."""
+        if self._learned.knows_prefill and self._transfers.are_known:
+            return None
+        return Learning(
+            prefills=self._learned.seen, hand_overs=self._transfers.seen, needed=ENOUGH_SAMPLES
+        )
 
     def hold(self, work: LegWork) -> _Leg:
         """Book `work` at once; the guard counts it until it ends."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, assert_never
 
-from balancer.core.load.ledger import LegGuard, LegWork, RankLoad, TransferRates
+from balancer.core.load.ledger import Learning, LegGuard, LegWork, RankLoad, TransferRates
 from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.load.peer_messages import (
     WIRE_VERSION,
@@ -144,9 +144,9 @@ class SharedLedger:
         return self._local.knows_prefill
 
     @property
-    def knows_rates(self) -> bool:
-        """Whether prefill and transfer have been seen often enough to compare their times."""
-        return self._local.knows_rates
+    def learning(self) -> Learning | None:
+        """None: prefill and transfer have been seen often enough to compare their times."""
+        return self._local.learning
 
     def hold(self, work: LegWork) -> LegGuard:
         """Book `work` here at once, and tell of it."""

@@ -65,7 +65,12 @@ class LearnedTransfers:
     @property
     def are_known(self) -> bool:
         """Whether any pair has been seen often enough."""
-        return self._fleet.tracker.count >= ENOUGH_SAMPLES
+        return self.seen >= ENOUGH_SAMPLES
+
+    @property
+    def seen(self) -> int:
+        """Hand-overs of the fleet that told something of the rate."""
+        return self._fleet.tracker.count
 
     def rates(self, source: RankId, target: RankId, now_s: float) -> TransferRates:
         """What a hand-over from `source` to `target` takes."""

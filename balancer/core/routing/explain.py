@@ -15,6 +15,7 @@ from math import isfinite
 from typing import Any
 
 from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.load.ledger import Learning
 from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.prompt.media_items import media_items
 from balancer.core.request import GenerateRequest, PromptView
@@ -50,7 +51,7 @@ def render_plan(plan: RoutePlan, prompt: PromptView) -> Mapping[str, Any]:
         },
         "reason": plan.reason.value,
         "meaning": REASONS.get(plan.reason.value, plan.reason.value),
-        "ways": explain_ways(plan.decode),
+        "ways": explain_ways(plan),
         **render_legs(plan),
         "held_back": plan.held_back,
     }
@@ -132,16 +133,29 @@ def explain_choice(chosen: Choice, considered: Sequence[Choice]) -> str:
     )
 
 
-def explain_ways(chosen: Choice) -> str | None:
-    """One sentence: why the prompt is prefilled where it is; None if nothing was compared."""
-    other = chosen.other
+def explain_ways(plan: RoutePlan) -> str | None:
+    """One sentence: how prefill elsewhere compares with prefill where it decodes, or why it can't yet.
+
+    None if there was nothing to compare.
+    """
+    chosen, other = plan.decode, plan.decode.other
     if other is None:
-        return None
+        return None if plan.learning is None else _explain_learning(plan.learning)
     taken_s = way_s(chosen)
     names = {True: "prefill elsewhere", False: "prefill where it decodes"}
     return (
         f"{names[not other.remote]} is estimated at {taken_s:.4g}, "
         f"{names[other.remote]} at {other.cost_s:.4g}"
+    )
+
+
+def _explain_learning(seen: Learning) -> str:
+    """Counts stop to matter where there are enough."""
+    needed = seen.needed
+    return (
+        "not compared by time yet, the limit pd.local_prefill_max_tokens decides: "
+        f"{min(seen.prefills, needed)} of {needed} prefills and "
+        f"{min(seen.hand_overs, needed)} of {needed} hand-overs seen (only streams show one)"
     )
 
 
@@ -157,6 +171,9 @@ def explain_headers(plan: RoutePlan) -> tuple[tuple[bytes, bytes], ...]:
             (f"x-kvlb-{name}why", explain_choice(chosen, considered)),
             (f"x-kvlb-{name}candidates", "; ".join(map(_in_a_line, cheapest))),
         ]
+    ways = explain_ways(plan)
+    if ways is not None:
+        found.append(("x-kvlb-ways", ways))
     return tuple((name.encode(), _NOT_PLAIN.sub("?", value).encode()) for name, value in found)
 
 

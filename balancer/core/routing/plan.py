@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from balancer.core.fleet.snapshot import Instance
+from balancer.core.load.ledger import Learning
 from indexer.core.types import RankId, Tier, Trust
 
 
@@ -88,3 +89,5 @@ class RoutePlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     considered_prefill: tuple[Choice, ...] = ()
     held_back: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Aliases of instances that weren't considered since their breakers are open, and why."""
+    learning: Learning | None = None
+    """What has been seen of prefills and hand-overs, if it was too little to compare both ways."""

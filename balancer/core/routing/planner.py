@@ -82,6 +82,7 @@ class Planner:
             prompt_tokens=shape.prompt_tokens if facts.scored else None,
             considered=tuple(considered),
             considered_prefill=() if is_local else tuple(self._sources_of(chosen, facts, sources)),
+            learning=verdict.learning,
         )
 
     def plan_whole(

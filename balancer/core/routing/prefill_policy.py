@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.load.ledger import Learning
 from balancer.core.routing.plan import Reason
 from balancer.core.settings.routing import PdSettings
 from indexer.core.types import InstanceId
@@ -52,6 +53,8 @@ class SplitFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Connectors that want both legs on ranks of the same number."""
     rates_known: bool = False
     """Prefill and transfer times are learned, so that they can be compared."""
+    learning: Learning | None = None
+    """Else what has been seen of them."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -63,6 +66,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Either way will do: the estimates decide. `reason` and `remote` are then of a prefill leg."""
     allowed: bool = True
     """False: a prefill leg is needed, its instances are down, and nobody may stand in."""
+    learning: Learning | None = None
+    """What has been seen of both ways' rates, if they would decide and it is too little."""
 
 
 _AGGREGATED = Verdict(reason=Reason.AGGREGATED)
@@ -82,12 +87,15 @@ def decide(
         return _bound_verdict(instance, has_prefill, facts)
     if local := _local_reason(instance, facts, settings):
         return Verdict(reason=local)
-    by_time = has_prefill and _compares_times(facts, settings)
+    is_comparable = has_prefill and _compares_times(facts, settings)
+    by_time = is_comparable and facts.rates_known
+    learning = facts.learning if is_comparable else None
     is_little = settings.force != "remote" and uncached_tokens <= settings.local_prefill_max_tokens
     if is_little and not by_time:
-        return Verdict(reason=_cheap_reason(facts, settings))
+        return Verdict(reason=_cheap_reason(facts, settings), learning=learning)
     if has_prefill:
-        return Verdict(reason=_remote_reason(facts, settings), remote=True, by_time=by_time)
+        reason = _remote_reason(facts, settings)
+        return Verdict(reason=reason, remote=True, by_time=by_time, learning=learning)
     return _without_prefill(instance.connector, facts, settings)
 
 
@@ -125,9 +133,10 @@ def _local_reason(instance: Instance, facts: SplitFacts, settings: PdSettings) -
 
 
 def _compares_times(facts: SplitFacts, settings: PdSettings) -> bool:
+    """Whether it does so as soon as rates are known."""
     if settings.force != "auto" or settings.decide != "time":
         return False
-    return facts.rates_known and facts.scored
+    return facts.scored
 
 
 def _cheap_reason(facts: SplitFacts, settings: PdSettings) -> Reason:
