@@ -214,7 +214,7 @@ async def test_an_exception_withdraws_the_prediction(bench: Bench) -> None:
 
 async def test_a_plan_tells_that_rates_are_unknown(bench: Bench) -> None:
     """And how much has been seen of them: of a fleet that has just started, nothing."""
-    plan = await bench.build().explain(PAIR, request(), view(1000))
+    plan = await bench.build().explain(PD, request(), view(1000))
 
     assert plan.learning == Learning(prefills=0, hand_overs=0, needed=3)
 
