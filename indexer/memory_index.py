@@ -230,7 +230,7 @@ class _Asked:
         self._prompt = prompt
         self._tree: KnownBlocks | None = None
         self._size = 0
-        self._known = KnownPart((), ())
+        self._known = KnownPart(0, (), ())
 
     def tokens(self, life: _Life) -> dict[Tier, int]:
         """Overlap of a rank that has a full group."""

@@ -30,8 +30,9 @@ from indexer.core.types import BlockKey, EngineHash, Tier
 TIERS = (Tier.GPU, Tier.CPU, Tier.STORAGE)
 """Tiers by number, fastest first."""
 
-NAMED_EVERY = 16
-"""Of a prompt's blocks this one is named, to be looked for in each rank's table in C."""
+NAMED_EVERY = 8
+"""Of a prompt's blocks this one is named, to be looked for in each rank's table in C. Naming one
+costs 40 ns for all ranks, halving the rest of the search for one rank saves it 150."""
 
 _NO_HASH = EngineHash(0)
 
@@ -69,8 +70,8 @@ class BlockTree:
         """See `core.index.KnownBlocks`. What lies above a node is here too, so it can be bisected."""
         nodes = self.nodes
         first = bisect_left(backwards, True, key=nodes.__contains__)
-        known = backwards[first:] if first else backwards
-        return KnownPart(known, [nodes[key].engine_hash for key in known[::NAMED_EVERY]])
+        named = [nodes[key] for key in backwards[first::NAMED_EVERY]]
+        return KnownPart(len(backwards) - first, named, [node.engine_hash for node in named])
 
     def root(self, key: BlockKey) -> Node:
         """Find or add a root. Unless something is added under it, `free` it."""

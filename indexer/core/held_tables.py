@@ -44,7 +44,6 @@ class HeldTables:
         "_gained",
         "_ghost_of",
         "_ghosts",
-        "_has_name",
         "_held",
         "_lost",
         "_nodes",
@@ -82,9 +81,6 @@ class HeldTables:
         self._ghost_of: dict[BlockKey, Ghost] = {}
         self._cut: set[BlockKey] = set()
         """Held, and not reachable."""
-        nodes, gpu = self._nodes, self._held[0]
-        self._has_name: Holds = lambda key: nodes[key].engine_hash in gpu
-        """Whether a block that the tree knows is here, on the fastest tier, by its usual name."""
 
     def clear(self) -> None:
         """Drop everything, unreported changes too."""
@@ -116,15 +112,19 @@ class HeldTables:
             return None
         if not gpu:
             return 0
-        backwards, names = known
-        high = bisect_left(names, True, key=gpu.__contains__) * NAMED_EVERY
-        low = max(0, high - NAMED_EVERY + 1)
-        deepest = bisect_left(backwards, True, low, min(high, len(backwards)), key=self._has_name)
-        if deepest == len(backwards):
+        blocks, named, names = known
+        if not blocks:
             return 0
-        node = self._nodes[backwards[deepest]]
+        # The last named block that isn't here, or the very last one; then upwards to one that is.
+        start = max(0, bisect_left(names, True, key=gpu.__contains__) - 1)
+        node, depth = named[start], blocks - start * NAMED_EVERY
+        while node.engine_hash not in gpu:
+            above = node.parent
+            if above is None:
+                return 0
+            node, depth = above, depth - 1
         # Else the name means another block on this rank.
-        return len(backwards) - deepest if gpu.get(node.engine_hash) is node else None
+        return depth if gpu.get(node.engine_hash) is node else None
 
     def lookups(self) -> Sequence[tuple[Tier, Holds]]:
         return [(TIERS[tier], self._lookup(tier)) for tier, held in enumerate(self._held) if held]

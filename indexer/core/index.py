@@ -84,13 +84,28 @@ Holds = Callable[[BlockKey], bool]
 """Whether a block is held."""
 
 
+class KnownBlock(Protocol):
+    """A block that some rank may have, as the writer's tree has it."""
+
+    @property
+    def engine_hash(self) -> EngineHash:
+        """What most ranks call it."""
+        ...
+
+    @property
+    def parent(self) -> "KnownBlock | None":
+        """The block before it; of the first one, something without a parent."""
+        ...
+
+
 class KnownPart(NamedTuple):
     """Blocks of a prompt that some rank may have. Good until their writer goes on."""
 
-    backwards: Sequence[BlockKey]
-    """Last first."""
+    blocks: int
+    named: Sequence[KnownBlock]
+    """Every so manieth of them, from the last one on."""
     names: Sequence[EngineHash]
-    """Of every so manieth of them: what most ranks call it."""
+    """Of these."""
 
 
 class KnownBlocks(Protocol):

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from indexer.core.block_tree import BlockTree
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
@@ -147,6 +149,20 @@ async def test_each_tier_is_read(pair: Pair) -> None:
         Tier.CPU: 10 * SIZE,
         Tier.STORAGE: 10 * SIZE,
     }
+
+
+@given(st.lists(st.integers(0, BLOCKS), min_size=2, max_size=4))
+async def test_each_rank_is_credited_with_its_own_depth(depths: list[int]) -> None:
+    """However much more of the prompt another one holds; also nothing of it, but something else."""
+    trees = BlockTree(is_read=True), BlockTree()
+    pairs = [Pair(RankId(RANK.instance, each), trees) for each in range(len(depths))]
+    for pair, depth in zip(pairs, depths, strict=True):
+        await pair.apply(BlockStored(hashes(range(1), 9000), None, [7] * SIZE, SIZE))
+        if depth:
+            await pair.apply(stored(0, depth))
+
+    for pair, depth in zip(pairs, depths, strict=True):
+        assert await pair.tokens() == ({Tier.GPU: depth * SIZE} if depth else {})
 
 
 async def test_hash_that_means_another_block_elsewhere_gives_no_credit() -> None:

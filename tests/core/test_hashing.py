@@ -39,6 +39,19 @@ def test_common_prefix_is_exactly_the_common_keys(left: list[int], right: list[i
     assert left_keys[:shared] == right_keys[:shared]
 
 
+@given(st.integers(0, 70), st.booleans())
+def test_each_key_hashes_its_block_under_the_one_before(blocks: int, has_extras: bool) -> None:
+    """However many they are."""
+    packed = pack_tokens(range(blocks * BLOCK_SIZE))
+    extras = {blocks // 2: b"image"} if has_extras else {}
+
+    above = ROOT
+    for number, key in enumerate(block_keys(ROOT, packed, BLOCK_SIZE, extras)):
+        block = packed[number * BLOCK_SIZE * 4 : (number + 1) * BLOCK_SIZE * 4]
+        assert key == block_key(above, block, extras.get(number, b""))
+        above = key
+
+
 @given(token_lists, st.integers(0, 10))
 def test_keys_of_a_continuation_hang_on_the_last_key(tokens: list[int], cut: int) -> None:
     """Hashing in two parts gives the keys of hashing at once."""
@@ -91,6 +104,11 @@ def test_extras_belong_to_their_block_and_all_after_it() -> None:
 def test_partial_block_has_no_key() -> None:
     """Only full blocks are keyed."""
     assert len(block_keys(ROOT, pack_tokens(range(7)), BLOCK_SIZE)) == 1
+
+
+def test_blocks_longer_than_any_prompt_have_no_keys() -> None:
+    """Whatever size some event claims, lookups go on."""
+    assert not block_keys(ROOT, pack_tokens(range(7)), 2**62)
 
 
 @pytest.mark.parametrize(
