@@ -151,6 +151,8 @@ class ParityWatch(Collector):
         )
         for model in self._pool.models:
             known = self.book.models.get(model)
-            for outcome, count in ({} if known is None else dict(known.outcomes)).items():
+            # A counter that begins at 1 shows no rise.
+            counts = {"same": 0, "different": 0} | ({} if known is None else dict(known.outcomes))
+            for outcome, count in counts.items():
                 compared.add_metric((model, outcome), count)
         return (compared,)

@@ -1,8 +1,8 @@
 """A real Prometheus scrapes a running fleet: every query of every dashboard has an answer.
 
-The fleet has a bad day on purpose: events are lost on the wire, clients ask for a model that nobody
-serves, and all engines are killed and started again. Else the panels that show such things
-would rightly be empty.
+The fleet has a bad day on purpose: events are lost on the wire, the balancer's tokenizer is another
+model's, clients ask for a model that nobody serves, and all engines are killed and started again.
+Else the panels that show such things would rightly be empty.
 """
 
 import asyncio
@@ -88,14 +88,15 @@ def write_prometheus_files(directory: Path, balancer: int) -> Path:
 
 
 def write_kvlb_file(directory: Path, engines: int, balancer: int) -> Path:
-    """A configuration for four simulated engines at neighbouring ports."""
+    """Four simulated engines at neighbouring ports, and a tokenizer that isn't theirs."""
     roles = ("prefill", "prefill", "decode", "decode")
     instances = [
         {"url": f"http://127.0.0.1:{engines + number}", "role": role}
         for number, role in enumerate(roles)
     ]
     written = directory / "kvlb.yaml"
-    written.write_text(yaml.safe_dump({"port": balancer, "instances": instances}))
+    tokens = {"models": {"sim": str(ROOT / "tests/tokenizer")}, "parity_interval_s": 1.0}
+    written.write_text(yaml.safe_dump({"port": balancer, "instances": instances, "tokens": tokens}))
     return written
 
 

@@ -200,6 +200,17 @@ async def test_what_cannot_be_compared_changes_nothing(
         assert view.source == "cache"
 
 
+async def test_counters_begin_at_zero(watching: Watch) -> None:
+    """One that began with its first difference would show a dashboard no rise."""
+    async with watching(TellingEngine()) as watched:
+        registry = CollectorRegistry()
+        registry.register(watched.watch)
+        metrics = generate_latest(registry).decode()
+
+    assert 'kvlb_token_comparisons_total{model="tiny",outcome="different"} 0.0' in metrics
+    assert 'kvlb_token_comparisons_total{model="tiny",outcome="same"} 0.0' in metrics
+
+
 async def test_nobody_to_compare_with(
     watching: Watch, make_request: MakeRequest, fleet_of: FleetOf
 ) -> None:
