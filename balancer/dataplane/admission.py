@@ -3,7 +3,8 @@
 Rules:
 
 1. Nobody waits while any rank that could answer has room and nobody waited before. Where prefill
-   instances serve the model, one of them needs room, too. And no more than `requests_per_s`.
+   instances serve the model, one of them needs room, too. And no more than `requests_per_s`: what the
+   pace lets in the lines that it holds back take in turn, whichever model is asked for most.
 2. A request that waited is decided by what the fleet, the index and the load are then, not by what
    they were when it came.
 3. A client that leaves gives up its place at once.
@@ -15,6 +16,7 @@ Room comes with time as well as with events, so whoever is first looks every `LO
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 
 from balancer.core.errors import OverloadedError
 from balancer.core.fleet.snapshot import Fleet, Instance
@@ -23,6 +25,7 @@ from balancer.core.load.ledger import LoadLedger
 from balancer.core.reliability.vetting import Vetting
 from balancer.core.request import GenerateRequest
 from balancer.core.routing.candidates import BYTES_PER_TOKEN, find_pool
+from balancer.core.routing.client_classes import ClientClasses
 from balancer.core.routing.pace import Pace
 from balancer.core.routing.room import RankLimits, RankState, has_room
 from balancer.core.routing.waiting_line import Ticket, WaitingLine
@@ -115,7 +118,9 @@ class Admission:
         self._clock = clock
         self._on_waited = on_waited
         self._pace = Pace(settings.requests_per_s)
+        self._classes = ClientClasses(settings.classes.values())
         self._lines: dict[str, WaitingLine] = {}
+        self._turns = count()
 
     @property
     def waiting(self) -> Mapping[str, int]:
@@ -134,14 +139,14 @@ class Admission:
         model = job.request.base_model
         line = self._lines.get(model)
         if line is None:
-            line = WaitingLine(self._settings, paced_s=self._paced_s)
+            line = WaitingLine(self._settings, paced_s=self._paced_s, turn=next(self._turns))
             self._lines[model] = line
         woken = asyncio.Event()
         arrived_s = self._clock()
         outcome = "left"
         try:
             ticket = line.enter(
-                client=_client(job.request),
+                client=self._classes.client(_key(job.request)),
                 priority=_priority(job.request),
                 tokens=job.prompt.prompt_tokens or len(job.request.raw_body) // BYTES_PER_TOKEN,
                 now_s=arrived_s,
@@ -168,6 +173,7 @@ class Admission:
                     raise line.refusal(ticket, self._clock())
                 await _woken(woken, LOOK_S if line.first is ticket else None)
             line.take(ticket)
+            line.turn = next(self._turns)
             self._pace.take()
         finally:
             line.leave(ticket)
@@ -177,15 +183,22 @@ class Admission:
             return False
         now_s = self._clock()
         has_room = self._room.exists(self._fleet(), job.request.model)
-        if has_room and self._pace.has_room(now_s):
+        if has_room and self._pace.has_room(now_s) and self._is_due(line):
             return True
         line.hold_back(now_s, by_pace=has_room)
         return False
 
     def _is_open(self, job: Job) -> bool:
-        return self._pace.has_room(self._clock()) and self._room.exists(
-            job.fleet, job.request.model
+        return (
+            self._pace.has_room(self._clock())
+            and not any(each.is_paced for each in self._lines.values())
+            and self._room.exists(job.fleet, job.request.model)
         )
+
+    def _is_due(self, line: WaitingLine) -> bool:
+        """No other line that only the pace holds back has waited for its turn for longer."""
+        lines = self._lines.values()
+        return not any(each.is_paced and each.turn < line.turn for each in lines)
 
     def _paced_s(self) -> float:
         """How long the pace takes for everybody who waits."""
@@ -207,7 +220,7 @@ async def _woken(woken: asyncio.Event, within_s: float | None) -> None:
     woken.clear()
 
 
-def _client(request: GenerateRequest) -> str:
+def _key(request: GenerateRequest) -> str:
     """Whose share it takes: a key is compared, and kept only while it waits."""
     for name in (b"authorization", b"x-api-key"):
         value = find_header(request.headers, name)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from balancer.core.errors import OverloadedError
 from balancer.core.reliability.vetting import NoVetting
+from balancer.core.routing.client_classes import Client
 from balancer.core.routing.waiting_line import Ticket, WaitingLine
 from balancer.core.settings.admission import AdmissionSettings
 from balancer.dataplane.admission import LOOK_S, Room
@@ -42,7 +43,7 @@ class AdmittedPlay(Play):
             return
         try:
             ticket = self._line.enter(
-                client="",
+                client=Client(),
                 priority=0,
                 tokens=self._calls[number].prompt.tokens,
                 now_s=self._fleet.clock.now_s,

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.core.errors import OverloadedError
+from balancer.core.routing.client_classes import Client
 from balancer.core.routing.waiting_line import Ticket, WaitingLine
 from balancer.core.settings.admission import AdmissionSettings
 
@@ -21,10 +22,16 @@ class Crowd:
         self.names: dict[int, str] = {}
 
     def enter(
-        self, name: str, *, client: str = "", priority: int = 0, tokens: int = 100, now_s: float = 0
+        self,
+        name: str,
+        *,
+        client: str | Client = "",
+        priority: int = 0,
+        tokens: int = 100,
+        now_s: float = 0,
     ) -> Ticket:
         ticket = self.line.enter(
-            client=client,
+            client=Client(key=client) if isinstance(client, str) else client,
             priority=priority,
             tokens=tokens,
             now_s=now_s,
@@ -73,6 +80,27 @@ def test_a_busy_client_does_not_keep_another_waiting() -> None:
     crowd.enter("modest", client="modest")
 
     assert crowd.serve_all().index("modest") <= 1
+
+
+def test_a_clients_class_goes_before_what_its_requests_ask_for() -> None:
+    """Nobody overtakes a better class by a field of the body."""
+    crowd = Crowd()
+    crowd.enter("pushy", client="anybody", priority=-99)
+    crowd.enter("late", client=Client(key="vip", priority=-1), priority=5)
+    crowd.enter("soon", client=Client(key="vip", priority=-1))
+
+    assert crowd.serve_all() == ["soon", "late", "pushy"]
+
+
+def test_a_clients_weight_is_its_share() -> None:
+    """Three times the weight, three times the tokens, while both wait."""
+    crowd = Crowd()
+    heavy, light = Client(key="heavy", weight=3), Client(key="light")
+    for number in range(40):
+        crowd.enter(f"h{number}", client=heavy)
+        crowd.enter(f"l{number}", client=light)
+
+    assert Counter(crowd.serve()[0] for _ in range(40)) == {"h": 30, "l": 10}
 
 
 @given(
@@ -198,7 +226,9 @@ def test_an_empty_line_forgets_the_pace() -> None:
     crowd = Crowd(max_wait_s=60, standing_s=10, promise_s=4)
     crowd.enter("a", now_s=0)
     crowd.line.hold_back(0, by_pace=True)
+    held = crowd.line.is_paced
     crowd.serve()
+    assert (held, crowd.line.is_paced) == (True, False)
     late = crowd.enter("b", now_s=20)
     crowd.line.refuse_overdue(30)
 

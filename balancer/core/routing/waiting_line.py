@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A smaller priority number goes first, as in vLLM. Within one priority clients (by their key) get equal
-   shares of tokens, whoever asks more often; within one client first come, first served.
+1. A smaller priority number goes first: that of the client's class, then that of the request, as in
+   vLLM. Within one priority clients (by their key) get shares of tokens by their weights, whoever asks
+   more often; within one client first come, first served.
 2. Shares by start-time fair queueing: a ticket's tag is the later of the line's own progress and
    where its client's last ticket ended, in tokens. So a client that was idle saves nothing up.
 3. A full line refuses whoever would be served last, the newcomer or one that waits.
@@ -22,6 +23,7 @@ from math import ceil
 from typing import Final
 
 from balancer.core.errors import OverloadedError
+from balancer.core.routing.client_classes import Client
 from balancer.core.settings.admission import AdmissionSettings
 
 _LATE: Final = "no instance of this model had room within admission.max_wait_s"
@@ -32,17 +34,19 @@ _STANDING: Final = (
 _PACED: Final = "requests come faster than admission.requests_per_s, and this one waited for admission.max_wait_s"
 
 
+Place = tuple[int, int, float, int]
+"""Priority of the client, of the request, tag, number."""
+
+
 class Ticket:
     """A place in the line."""
 
-    __slots__ = ("arrived_s", "number", "priority", "refused", "tag", "wake")
+    __slots__ = ("arrived_s", "number", "place", "refused", "wake")
 
-    def __init__(
-        self, *, number: int, priority: int, tag: float, arrived_s: float, wake: Callable[[], None]
-    ) -> None:
-        self.number = number
-        self.priority = priority
-        self.tag = tag
+    def __init__(self, *, place: Place, arrived_s: float, wake: Callable[[], None]) -> None:
+        self.place = place
+        """Smaller goes first."""
+        self.number = place[-1]
         self.arrived_s = arrived_s
         self.wake = wake
         """Called when it is first, when the turn before it has ended, or when it is refused."""
@@ -54,24 +58,23 @@ class Ticket:
         """It left the line, and isn't let in."""
         return self.refused is not None
 
-    @property
-    def place(self) -> tuple[int, float, int]:
-        """Smaller goes first."""
-        return self.priority, self.tag, self.number
-
 
 class WaitingLine:
     """Who waits for one model."""
 
     def __init__(
-        self, settings: AdmissionSettings, *, paced_s: Callable[[], float] = lambda: 0.0
+        self,
+        settings: AdmissionSettings,
+        *,
+        paced_s: Callable[[], float] = lambda: 0.0,
+        turn: int = 0,
     ) -> None:
         """`paced_s`: how long `requests_per_s` takes for all that wait, of whatever model."""
         self._settings = settings
         self._paced_s = paced_s
         self._waiting: dict[int, Ticket] = {}
         """By number: in the order of arrival."""
-        self._order: list[tuple[int, float, int]] = []
+        self._order: list[Place] = []
         """A heap of places; those that have left it are passed over."""
         self._ends: dict[str, float] = {}
         """Where each waiting client's last ticket ends, in tokens."""
@@ -79,6 +82,8 @@ class WaitingLine:
         self._numbers = count()
         self._since_s = 0.0
         self._is_paced = False
+        self.turn = turn
+        """When it was served last, counted in turns of all lines."""
         self.is_taken = False
         """Somebody was let in and hasn't booked yet."""
 
@@ -91,31 +96,37 @@ class WaitingLine:
         return not self._waiting and not self.is_taken
 
     @property
+    def is_paced(self) -> bool:
+        """There is room for who is first, and only the pace lacks."""
+        return self._is_paced and bool(self._waiting)
+
+    @property
     def first(self) -> Ticket | None:
         """Who is next."""
         while self._order:
-            ticket = self._waiting.get(self._order[0][2])
+            ticket = self._waiting.get(self._order[0][-1])
             if ticket is not None:
                 return ticket
             heappop(self._order)
         return None
 
     def enter(
-        self, *, client: str, priority: int, tokens: int, now_s: float, wake: Callable[[], None]
+        self, *, client: Client, priority: int, tokens: int, now_s: float, wake: Callable[[], None]
     ) -> Ticket:
         """Take a place. Raises OverloadedError if the line is full of more urgent ones."""
         if not self._waiting:
             self._since_s = now_s
             self._is_paced = False
-        tag = max(self._progress, self._ends.get(client, 0.0))
+        tag = max(self._progress, self._ends.get(client.key, 0.0))
         number = next(self._numbers)
-        ticket = Ticket(number=number, priority=priority, tag=tag, arrived_s=now_s, wake=wake)
+        place = (client.priority, priority, tag, number)
+        ticket = Ticket(place=place, arrived_s=now_s, wake=wake)
         if len(self._waiting) >= self._settings.max_waiting:
             last = max(self._waiting.values(), key=lambda each: each.place, default=ticket)
             if last.place <= ticket.place:
                 raise self._error(self._full(), now_s)
             self._refuse(last, f"more urgent ones came, and {self._full()}")
-        self._ends[client] = tag + max(1, tokens)
+        self._ends[client.key] = tag + max(1, tokens) / client.weight
         self._waiting[number] = ticket
         heappush(self._order, ticket.place)
         return ticket
@@ -133,7 +144,7 @@ class WaitingLine:
     def take(self, ticket: Ticket) -> None:
         """It is let in, and books next. `end_turn` has to follow."""
         self.is_taken = True
-        self._progress = max(self._progress, ticket.tag)
+        self._progress = max(self._progress, ticket.place[2])
         self.leave(ticket)
 
     def end_turn(self) -> None:

@@ -1,8 +1,23 @@
 """What an operator can set of admission: when requests wait in the balancer, and for how long."""
 
+from typing import Annotated
+
 import msgspec
 
 from indexer.core.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ClientClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Clients that go before or after others where requests wait."""
+
+    keys_sha256: tuple[Sha256, ...] = ()
+    """Their keys, each as `printf %s KEY | sha256sum` writes it."""
+    priority: int = 0
+    """Smaller goes first, whatever `priority` its requests ask for among themselves."""
+    weight: PositiveFloat = 1.0
+    """Share of prompt tokens beside other clients of the same priority."""
 
 
 class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,6 +47,10 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Requests that wait for one model. Beyond it the least urgent is refused. 0: none may wait."""
     max_wait_s: PositiveFloat = 30.0
     """Longest wait."""
+    classes: dict[str, ClientClass] = {}
+    """By name: clients that go first, or get more. Each class has `keys_sha256`, a list of its keys' digests as
+    `printf %s KEY | sha256sum` writes them, `priority` (0; smaller goes first, before any `priority` of
+    the request) and `weight` (1; its share of prompt tokens beside others)."""
     standing_s: PositiveFloat = 2.0
     """A line that hasn't been empty for so long stands: more comes than the fleet can serve, and
     waiting longer than half of `promise_s` would help nobody."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ from balancer.core.errors import NoInstanceError
 from balancer.core.fleet.snapshot import Fleet, Role
 from balancer.core.load.ledger import RankLoad, RankRates
 from balancer.core.reliability.vetting import NoVetting
-from balancer.core.settings.admission import AdmissionSettings
+from balancer.core.settings.admission import AdmissionSettings, ClientClass
 from balancer.core.settings.routing import RoutingSettings
 from balancer.dataplane.admission import Room
 from indexer.core.types import RankId
@@ -300,6 +301,51 @@ async def test_line_that_is_full_by_the_pace_says_when_to_come_back(
     assert refused.headers["retry-after"] == "20"
     assert "admission.requests_per_s" in error["message"]
     assert "admission.max_waiting" in error["message"]
+
+
+async def test_models_that_the_pace_holds_back_take_turns(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """Nine requests for one model don't keep the only two for another waiting."""
+    gate = Gate(permits=asyncio.Semaphore(20))
+    admission = AdmissionSettings(requests_per_s=10)
+    async with engine(gate) as running:
+        fleet = (instance(running), instance(running.url + "/x", "e1", base="n"))
+        async with balancer(*fleet, admission=admission) as served:
+            url = served.url + COMPLETIONS
+            async with asyncio.TaskGroup() as group:
+                for number in range(9):
+                    group.create_task(client.post(url, json=body(f"m{number}")))
+                await until(lambda: served.admission.waiting.get("m") == 8)
+                for number in range(2):
+                    group.create_task(client.post(url, json=body(f"n{number}", model="n")))
+                await until(lambda: served.admission.waiting.get("n") == 2)
+
+    models = [name[0] for name in gate.asked]
+    began = models.index("n")
+    assert models[began : began + 4].count("n") == 2
+
+
+async def test_a_clients_class_goes_first(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+) -> None:
+    """Whatever the others ask for."""
+    gate = Gate()
+    vip = ClientClass(keys_sha256=(sha256(b"vip").hexdigest(),), priority=-1)
+    admission = AdmissionSettings(promise_s=0, classes={"vip": vip})
+    async with (
+        engine(gate) as running,
+        balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
+        asyncio.TaskGroup() as group,
+    ):
+        crowd = Crowd(served, client, until, group)
+        await crowd.send("first")
+        await crowd.send("pushy", priority=-9)
+        await crowd.send("vip", {"authorization": "Bearer vip"})
+        for _ in range(crowd.sent):
+            gate.permits.release()
+
+    assert gate.asked == ["first", "vip", "pushy"]
 
 
 @dataclass
