@@ -2,6 +2,9 @@
 
 from balancer.core.errors import EngineError
 
+NAME_UNKNOWN = "name_unknown"
+"""Its host name stands for no address, as far as this machine can tell."""
+
 
 class EngineCallError(EngineError):
     """A control call failed. `reason` is a short constant for status pages and logs."""

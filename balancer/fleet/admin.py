@@ -5,12 +5,13 @@ the one that the request names. What can't be done is refused before anything ha
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from balancer.config import BalancerConfig, checked_key
-from balancer.core.control_errors import EngineCallError
+from balancer.core.control_errors import NAME_UNKNOWN, EngineCallError
 from balancer.core.errors import (
     BadRequestError,
     ChangesLostError,
@@ -19,7 +20,7 @@ from balancer.core.errors import (
     MemberRefusedError,
 )
 from balancer.core.fleet.changes import ChangesUnavailableError
-from balancer.core.fleet.member_requests import MemberName, read_entry, read_name
+from balancer.core.fleet.member_requests import MemberName, amend_filed, read_entry, read_name
 from balancer.core.fleet.roster import MAX_RUNTIME_MEMBERS, Member, Origin
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.http.own_mark import ANOTHER_BALANCER, OWN_ADDRESS
@@ -33,6 +34,7 @@ from indexer.core.types import InstanceId
 
 REFUSED = {
     "engine_unreachable": "nobody listens at this address",
+    NAME_UNKNOWN: "its host name doesn't resolve on this machine",
     "probe_timeout": "it didn't answer in time",
     "unauthorized": "it wants another key: give `api_key`",
     "bad_model_list": "what it answers on /v1/models is no model list",
@@ -47,6 +49,17 @@ class ModelLister(Protocol):
     async def list_models(self, instance: InstanceId) -> ServedModels:
         """Raises EngineCallError."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """What became of an instance that was to go."""
+
+    member: Member
+    running: int
+    """Legs on it when it was removed."""
+    is_leaving: bool
+    """It is waited for until they have ended."""
 
 
 class FleetAdmin:
@@ -68,7 +81,12 @@ class FleetAdmin:
 
     async def add(self, body: Mapping[str, Any]) -> Member:
         """Take an instance in. Raises RequestError or ChangesLostError."""
-        entry = self._with_key(read_entry(body, self._members.present.config.entry_type()))
+        entry = read_entry(body, self._members.present.config.entry_type())
+        filed = self._members.filed(entry.id)
+        if filed is not None:
+            entry = amend_filed(filed, entry, body)
+        if entry != filed:  # else nothing of it has to be kept
+            entry = self._with_key(entry)
         self._refuse_conflicts(entry)
         await self._check_models(entry)
         self._refuse_conflicts(entry)  # somebody else may have been quicker
@@ -78,15 +96,17 @@ class FleetAdmin:
             raise _lost() from error
         return self.member(MemberName(id=entry.id))
 
-    async def remove(self, body: Mapping[str, Any]) -> tuple[Member, bool]:
-        """Let an instance go; True if something still runs on it."""
+    async def remove(self, body: Mapping[str, Any]) -> Removal:
+        """Let an instance go. Raises RequestError or ChangesLostError."""
         name = read_name(body)
         member = self.member(name)
+        running = self._members.in_flight(member.id)  # who is forced out isn't counted afterwards
         try:
             await self._members.remove(member, force=name.force)
         except ChangesUnavailableError as error:
             raise _lost() from error
-        return member, any(each.id == member.id for each in self._members.present.leaving)
+        is_leaving = any(each.id == member.id for each in self._members.present.leaving)
+        return Removal(member=member, running=running, is_leaving=is_leaving)
 
     async def hold(self, body: Mapping[str, Any], *, drained: bool) -> Member:
         """Keep new requests from an instance, or let them come again."""

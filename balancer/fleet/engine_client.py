@@ -3,6 +3,7 @@
 Every failure leaves as an error of `core.control_errors`; no call retries.
 """
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import httpx
 import msgspec
 
 from balancer.core.control_errors import (
+    NAME_UNKNOWN,
     EngineCallError,
     EngineDrainingError,
     TokenizeRefusedError,
@@ -228,7 +230,8 @@ class EngineClient:
                 timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineCallError("engine_unreachable") from error
+            failed = NAME_UNKNOWN if _is_name_unknown(error) else "engine_unreachable"
+            raise EngineCallError(failed) from error
         except httpx.TimeoutException as error:
             raise EngineCallError("probe_timeout") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -240,6 +243,15 @@ class EngineClient:
         if reason is not None:
             raise EngineCallError(reason)
         return answer
+
+
+def _is_name_unknown(error: BaseException | None) -> bool:
+    """What httpx says of it is the resolver's text; what it was is behind it."""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _refuse_failure(answer: httpx.Response) -> None:

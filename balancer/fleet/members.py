@@ -44,6 +44,7 @@ from balancer.core.fleet.roster import (
 )
 from balancer.core.fleet.transfer_facts import Registration
 from balancer.core.settings.control import InstanceSettings
+from indexer.core.addresses import without_loopback_names
 from indexer.core.types import InstanceId
 
 POLL_S = 1.0
@@ -51,6 +52,8 @@ POLL_S = 1.0
 SHARE_S = 10.0
 """How often the others are told again who is registered here."""
 LEAVING_POLL_S = 0.1
+_WITH_ADDITION = (REMOVED, DRAINED, ASLEEP)
+"""Changes that end when an instance is added."""
 
 _logger = structlog.stdlib.get_logger(__name__)
 
@@ -99,14 +102,15 @@ class Members(Generic[Config]):
         book: RegistrationBook | None = None,
         in_flight: Callable[[InstanceId], int] = lambda _: 0,
     ) -> None:
-        """`in_flight` tells how many legs run on an instance; without it nobody is waited for."""
+        """Without `in_flight` nobody is waited for."""
         self.on_change: Callable[[Membership[Config]], None] = lambda _: None
         """Called with each new membership, on the loop; it must not block."""
         self._config = config
         self._entry_type = config.entry_type()
         self._store = store
         self._book = book
-        self._in_flight = in_flight
+        self.in_flight = in_flight
+        """How many legs run on an instance."""
         self._wall_clock = wall_clock
         self._named: dict[Origin, tuple[InstanceSettings, ...]] = {
             Origin.FILE: config.instances,
@@ -134,6 +138,12 @@ class Members(Generic[Config]):
         """Other processes see run-time changes, too."""
         return self._store is not None
 
+    def filed(self, instance: InstanceId) -> InstanceSettings | None:
+        """What the file says of an address, under any name of this machine; also if it was removed."""
+        place = without_loopback_names(instance)
+        filed = self._named[Origin.FILE]
+        return next((each for each in filed if without_loopback_names(each.id) == place), None)
+
     # What sources say.
 
     def set_config(self, config: Config) -> None:
@@ -156,10 +166,13 @@ class Members(Generic[Config]):
     # What operators do. Each raises ChangesUnavailableError, and then nothing is taken for changed.
 
     async def add(self, entry: InstanceSettings) -> None:
-        """Take an instance in, also one that was removed."""
+        """Take an instance in, also one that was removed: as the file has it, or otherwise."""
+        filed = self.filed(entry.id)
+        is_back = filed == entry
+        dropped = (DRAINED, ASLEEP) if filed is not None and not is_back else _WITH_ADDITION
         await self._change(
-            put={name_of(ADDED, entry.id): encode_entry(entry)},
-            drop=[name_of(kind, entry.id) for kind in (REMOVED, DRAINED, ASLEEP)],
+            put={} if is_back else {name_of(ADDED, entry.id): encode_entry(entry)},
+            drop=[name_of(kind, entry.id) for kind in dropped],
         )
 
     async def remove(self, member: Member, *, force: bool = False) -> None:
@@ -202,7 +215,7 @@ class Members(Generic[Config]):
             self._wake.clear()
             await self.refresh()
             for each in self._present.leaving:
-                if not self._in_flight(each.id):
+                if not self.in_flight(each.id):
                     self._let_go(each.id)
             try:
                 async with asyncio.timeout(self._pause_s()):
@@ -291,7 +304,7 @@ class Members(Generic[Config]):
         leaving = [
             each
             for each in (*self._present.leaving, *gone)
-            if each.id not in ids and self._in_flight(each.id)
+            if each.id not in ids and self.in_flight(each.id)
         ]
         instances = tuple(member.settings for member in members)
         self._tell(

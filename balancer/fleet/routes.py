@@ -81,13 +81,11 @@ def _add_membership(routes: APIRouter, surface: AdminSurface, keyed: list[Any]) 
     @routes.post("/instances/remove", dependencies=keyed, openapi_extra=_body(NAME_EXAMPLE))
     async def remove_instance(request: Request) -> Response:
         """Let an instance go: nothing new at once, gone when nothing runs on it (`force`: at once)."""
-        member, is_leaving = await surface.fleet_admin.remove(await _read_name(request))
-        told = (
-            f"{member.id} leaves when it has finished." if is_leaving else f"Removed {member.id}."
-        )
-        running = surface.in_flight(member.id)
-        shown = {"alias": member.settings.name, "url": member.id, "in_flight": running}
-        return _json({"message": told, "instance": shown}, 202 if is_leaving else 200)
+        done = await surface.fleet_admin.remove(await _read_name(request))
+        url = done.member.id
+        told = f"{url} leaves when it has finished." if done.is_leaving else f"Removed {url}."
+        shown = {"alias": done.member.settings.name, "url": url, "in_flight": done.running}
+        return _json({"message": told, "instance": shown}, 202 if done.is_leaving else 200)
 
     @routes.post("/instances/drain", dependencies=keyed, openapi_extra=_body(NAME_EXAMPLE))
     async def drain_instance(request: Request) -> Response:

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from balancer.core.errors import BadRequestError
-from balancer.core.fleet.member_requests import MemberName, read_entry, read_name
+from balancer.core.fleet.member_requests import MemberName, amend_filed, read_entry, read_name
 from balancer.core.fleet.snapshot import Role
 from balancer.core.settings.control import InstanceSettings
 
@@ -79,3 +80,49 @@ def test_force_is_true_or_false() -> None:
     """A word that only looks true would remove at once."""
     with pytest.raises(BadRequestError, match="force"):
         read_name({"alias": "a", "force": "false"})
+
+
+FILED = InstanceSettings(
+    url="http://h:1", alias="p0", role=Role.PREFILL, transfer={"lease_s": 20.0}, ranks=2
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "changed"),
+    [
+        pytest.param({}, {}, id="nothing-said"),
+        pytest.param({"type": "prefill"}, {}, id="the-same-role"),
+        pytest.param({"alias": "x"}, {"alias": "x"}, id="another-name"),
+        pytest.param(
+            {"type": "decode"}, {"role": Role.DECODE, "alias": None}, id="another-role-a-new-name"
+        ),
+        pytest.param({"role": "decode", "alias": "p0"}, {"role": Role.DECODE}, id="name-kept"),
+        pytest.param(
+            {"role": "pd"}, {"role": Role.MIXED, "alias": None, "transfer": {}}, id="no-connector"
+        ),
+        pytest.param(
+            {"connector": "example"}, {"connector": "example", "transfer": {}}, id="connector"
+        ),
+        pytest.param({"transfer": {}}, {"transfer": {}}, id="settings-of-the-connector"),
+        pytest.param({"dp_size": 4}, {"ranks": 4}, id="the-examples-word"),
+    ],
+)
+def test_what_is_not_said_is_as_the_file_has_it(
+    body: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    """Settings of a connector and a name made of the role go with what they were for."""
+    entry = read_entry({"instance": "h:1", **body}, InstanceSettings)
+
+    amended = amend_filed(FILED, entry, {"instance": "h:1", **body})
+
+    assert amended == msgspec.structs.replace(FILED, **changed)
+
+
+def test_what_does_not_fit_the_file_is_refused() -> None:
+    """Two addresses to receive at stand in the file: not for three ranks."""
+    addresses = ("tcp://h:2", "tcp://h:3")
+    filed = InstanceSettings(url="http://h:1", ranks=2, ec_zmq_addrs=addresses)
+    body = {"url": "http://h:1", "ranks": 3}
+
+    with pytest.raises(BadRequestError, match="3 ranks need 3 addresses"):
+        amend_filed(filed, read_entry(body, InstanceSettings), body)

@@ -16,6 +16,7 @@ from balancer.core.fleet.roster import (
     join_members,
     named_otherwise,
 )
+from balancer.core.fleet.snapshot import Role
 from balancer.core.settings.control import InstanceSettings
 from balancer.core.settings.errors import Secret
 from indexer.core.types import InstanceId
@@ -72,6 +73,16 @@ def test_removal_lasts_while_the_source_says_the_same() -> None:
         join_members({Origin.FILE: (renamed,), Origin.DISCOVERED: (entry(ranks=2),)}, changes) == ()
     )
     assert ids(join_members({Origin.FILE: (entry(ranks=2),)}, changes)) == [A]
+
+
+def test_operators_word_counts_after_a_removal() -> None:
+    """Who is removed and added again, otherwise, is as it was added; the file's entry stays out."""
+    again = entry(role=Role.DECODE)
+    changes = Changes(added={A: again}, removed={A: fingerprint(entry())})
+
+    (member,) = join_members({Origin.FILE: (entry(),)}, changes)
+
+    assert (member.settings, member.origin) == (again, Origin.ADDED)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +142,7 @@ hosts = st.lists(st.sampled_from("abcdef"), max_size=4)
 def test_nobody_is_a_member_twice_and_nobody_is_lost(
     file: list[str], added: list[str], registered: list[str], found: list[str], out: frozenset[str]
 ) -> None:
-    """Members are all that are named but those removed, each once, under names of their own."""
+    """Members are all that are named but those removed and not added, each once, under its own name."""
 
     def entries(names: list[str]) -> tuple[InstanceSettings, ...]:
         return tuple(entry(f"http://{name}:1", alias=name) for name in names)
@@ -148,6 +159,6 @@ def test_nobody_is_a_member_twice_and_nobody_is_lost(
 
     members = join_members(named, changes)
 
-    expected = set(file) | set(added) | set(registered) | set(found)
-    assert sorted(ids(members)) == sorted(f"http://{name}:1" for name in expected - out)
+    expected = (set(file) | set(registered) | set(found)) - out | set(added)
+    assert sorted(ids(members)) == sorted(f"http://{name}:1" for name in expected)
     assert len({each.settings.name for each in members}) == len(members)

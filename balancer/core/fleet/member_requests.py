@@ -6,7 +6,9 @@ Rules:
    "http://host:port"}`. Host names and IPv6 in brackets are hosts like any other.
 2. Every other key is one of an `instances:` entry of the file, checked in the same way; an error
    names it.
-3. A variable of this process's environment can't be named from outside (`api_key_env`): who may add
+3. Of an instance that the file names, and that was removed, the request says what is to be
+   different; the rest is as the file has it.
+4. A variable of this process's environment can't be named from outside (`api_key_env`): who may add
    an instance could have any variable sent to an address of their own.
 """
 
@@ -14,6 +16,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from balancer.core.errors import BadRequestError
 from balancer.core.fleet.snapshot import Role
@@ -59,6 +63,26 @@ def read_entry(body: Mapping[str, Any], entry_type: type[InstanceSettings]) -> I
         return decode_settings(values, entry_type, where="")
     except ConfigError as error:
         raise BadRequestError(str(error)) from error
+
+
+def amend_filed(
+    filed: InstanceSettings, entry: InstanceSettings, body: Mapping[str, Any]
+) -> InstanceSettings:
+    """`filed` with what `body` says, which was read as `entry`. Raises BadRequestError.
+
+    An alias made of the role, and settings of the connector, go with what they were for.
+    """
+    said = {key: getattr(entry, key) for key in _with_our_names(body) if key != "url"}
+    try:
+        if said.get("role", filed.role) is not filed.role:
+            said.setdefault("alias", None)
+        if "transfer" not in said:
+            bare = msgspec.structs.replace(filed, **said, transfer={})
+            is_same = bare.connector_name == filed.connector_name
+            said["transfer"] = filed.transfer if is_same else {}
+        return msgspec.structs.replace(filed, **said)
+    except ValueError as error:
+        raise BadRequestError(f"`{error}; the file says the rest of this instance") from error
 
 
 def read_name(body: Mapping[str, Any]) -> MemberName:

@@ -6,7 +6,8 @@ Rules:
    registered, discovered. The others wait behind it.
 2. A removal holds as long as its instance goes on being named just as it was when it was removed.
    Who changes or drops its entry in the file and names it anew has it back; so has an engine that
-   stopped registering, or left DNS, and came back.
+   stopped registering, or left DNS, and came back. What an operator has added since is a member all
+   the same: removed is what the others say of it.
 3. A hold (`drained`, `asleep`, `silent`, ...) keeps new requests away, nothing else. It ends with
    the instance.
 4. An alias belongs to the first that has it; another gets one made of its role and address.
@@ -85,14 +86,15 @@ def join_members(
     """Return the fleet, in the order of its sources. `silent` are registered and not heard of."""
     members: list[Member] = []
     places: set[InstanceId] = set()
+    out: set[InstanceId] = set()
     aliases: set[str] = set()
     for origin, entry in in_order(named, changes):
         place = without_loopback_names(entry.id)
-        if place in places:
+        if origin is not Origin.ADDED and changes.removed.get(entry.id) == fingerprint(entry):
+            out.add(place)
+        if place in places or (place in out and origin is not Origin.ADDED):
             continue
         places.add(place)
-        if changes.removed.get(entry.id) == fingerprint(entry):
-            continue
         if origin is not Origin.FILE and _is_over_limit(members):
             break
         settings = msgspec.structs.replace(entry, alias=None) if entry.name in aliases else entry

@@ -230,6 +230,7 @@ async def test_instance_that_cannot_be_asked_is_refused(
             "unauthorized": await post(balancer, "/instances/add", {"url": locked.url}),
             "bad_model_list": await post(balancer, "/instances/add", {"url": odd.url}),
             "engine_unreachable": await post(balancer, "/instances/add", {"url": "http://[::1]:9"}),
+            "name_unknown": await post(balancer, "/instances/add", {"url": "http://no.invalid:9"}),
         }
         with_key = await post(balancer, "/instances/add", {"url": locked.url, "api_key": "secret"})
         await balancer.available()
@@ -318,7 +319,7 @@ async def test_forced_removal_waits_for_nobody(engine: Any, balancer_factory: An
             left = balancer.app.keeper.snapshot().instances
             engine.hold.set()
 
-    assert removed.status_code == 200
+    assert (removed.status_code, removed.json()["instance"]["in_flight"]) == (200, 1)
     assert left == ()
     assert running.result().status_code == 200
 
@@ -337,6 +338,57 @@ async def test_instance_comes_and_goes(engine_factory: Any, balancer_factory: An
 
     assert [each.status_code for each in (added, removed, again)] == [200, 200, 200]
     assert added.json()["instance"]["role"] == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        pytest.param({}, ("p0", "prefill", "file"), id="as-it-was"),
+        pytest.param({"type": "prefill"}, ("p0", "prefill", "file"), id="the-same-said"),
+        pytest.param(
+            {"type": "decode", "alias": "other"}, ("other", "decode", "added"), id="otherwise"
+        ),
+    ],
+)
+async def test_removed_instance_of_the_file_comes_back_as_asked(
+    engine: Any, balancer_factory: Any, asked: dict[str, str], shown: tuple[str, ...]
+) -> None:
+    """Under any name of this machine; what isn't asked for is as the file has it."""
+    config = {
+        "instances": [{"url": engine.url, "role": "prefill", "connector": "example"}],
+        **ADMIN,
+    }
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        address = engine.url.replace("127.0.0.1", "localhost")
+        await post(balancer, "/instances/remove", {"alias": "p0"})
+        await until_gone(balancer, engine.url)
+        added = await post(balancer, "/instances/add", {"url": address, **asked})
+        twice = await post(balancer, "/instances/add", {"url": engine.url, **asked})
+        await balancer.available()
+        (listed,) = (await balancer.http.get("/instances")).json()["instances"]
+
+    assert (added.status_code, twice.status_code) == (200, 409)
+    assert added.json()["instance"]["alias"] == listed["alias"]
+    assert (listed["alias"], listed["role"], listed["origin"]) == shown
+    assert (listed["url"], listed["connector"]) == (engine.url, "example")
+
+
+async def test_instance_that_came_back_otherwise_can_be_removed_again(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """And is then out: neither the file's entry nor the added one is left."""
+    config = {"instances": [{"url": engine.url}], **ADMIN}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        await post(balancer, "/instances/remove", {"url": engine.url})
+        await post(balancer, "/instances/add", {"url": engine.url, "type": "decode"})
+        removed = await post(balancer, "/instances/remove", {"url": engine.url})
+        await until_gone(balancer, engine.url)
+        left = (await balancer.http.get("/instances")).json()["instances"]
+
+    assert removed.status_code == 200
+    assert left == []
 
 
 async def test_clients_are_never_told_addresses(engine_factory: Any, balancer_factory: Any) -> None:
