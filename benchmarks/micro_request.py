@@ -25,7 +25,8 @@ from balancer.core.routing.policies import named_policy
 from balancer.core.settings.control import TokensSettings
 from balancer.core.settings.routing import PolicyName, RoutingSettings
 from balancer.routing.reporting import Reporting
-from balancer.routing.router import Route, Router
+from balancer.routing.route import Route
+from balancer.routing.router import Router
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
 from benchmarks.overhead.engine import (

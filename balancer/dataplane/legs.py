@@ -55,7 +55,8 @@ from balancer.dataplane.one_leg import (
     PrefillLegError,
 )
 from balancer.fleet.transfer_notices import Arrival, TransferNotices
-from balancer.routing.router import Route, Router
+from balancer.routing.route import Route
+from balancer.routing.router import Router
 from indexer.core.types import RankId
 
 

@@ -29,6 +29,7 @@ from balancer.core.routing.conversations import Conversations
 from balancer.core.routing.forecast import Forecast
 from balancer.core.routing.full_reports import FullReports
 from balancer.core.routing.plan import Candidate, RoutePlan
+from balancer.core.routing.unread import UNREAD
 from balancer.dataplane.beginnings import Readiness, check_status, good_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.jobs import (
@@ -43,7 +44,7 @@ from balancer.dataplane.jobs import (
     read_prefill,
 )
 from balancer.dataplane.leg_sender import LegInHand, LegSender
-from balancer.routing.router import Route
+from balancer.routing.route import Route
 
 MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
 
@@ -139,7 +140,8 @@ class LegCarrier:
             if self._sender.blames_client(choice.candidate.instance, error):
                 raise
             raise PrefillLegError(error) from error
-        self._on_leg_end(forecast, leg)
+        if forecast is not None:
+            self._on_leg_end(forecast, leg)
         return done
 
     async def decode(
@@ -181,7 +183,8 @@ class LegCarrier:
                 )
             finally:
                 answer.close()
-        self._on_leg_end(forecast, leg)
+        if forecast is not None:
+            self._on_leg_end(forecast, leg)
 
     def _keeper(self, job: Job, plan: RoutePlan) -> Callable[[bytes], None] | None:
         """Who remembers what the decode engine keeps of this turn; None if it keeps nothing."""
@@ -222,7 +225,10 @@ class LegCarrier:
         """One attempt on the chosen rank."""
         overlap_tokens = overlap(candidate) if job.prompt.prompts else None
         leg = self._sender.recorded(candidate.instance, kind, job.record, overlap_tokens)
-        note_candidate(leg.record, candidate)
+        if job.prompt is UNREAD:
+            leg.record.rank = candidate.rank.rank
+        else:
+            note_candidate(leg.record, candidate)
         return leg
 
     def _settled(self, job: Job, request: LegRequest, candidate: Candidate) -> LegRequest:

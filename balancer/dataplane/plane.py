@@ -48,6 +48,7 @@ from balancer.core.prompt.encoded_items import EncodedItems
 from balancer.core.record import RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.routing.full_reports import FullReports
+from balancer.core.routing.unread import UNREAD
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.core.settings.encode import EncodeSettings
 from balancer.core.settings.reliability import ReliabilitySettings
@@ -116,6 +117,7 @@ class DataPlane:
         """Those that ended because the server had to."""
         self._fleet = fleet
         self._reader = reader
+        self._router = router
         self._settings = settings
         self._on_record = on_record
         self._clock = clock
@@ -286,7 +288,10 @@ class DataPlane:
                 return
             request = judged
             _note_request(record, request)
-        prompt = await self._reader.read(fleet, request)
+        if self._router.reads_prompt(fleet, request.model):
+            prompt = await self._reader.read(fleet, request)
+        else:
+            prompt = UNREAD
         record.prompt_tokens = prompt.prompt_tokens
         record.prompt_source = prompt.source
         record.unscorable = prompt.unscorable

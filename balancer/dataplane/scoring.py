@@ -24,9 +24,11 @@ from balancer.core.http.rewrite import decode_body
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.sessions import opening
+from balancer.core.routing.unread import UNREAD
 from balancer.dataplane.jobs import note_candidate, note_plan, overlap
 from balancer.dataplane.placing import Place
-from balancer.routing.router import Route, Router
+from balancer.routing.route import Route
+from balancer.routing.router import Router
 
 
 class Prompts(Protocol):
@@ -42,6 +44,8 @@ class ScoredPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     place: Place
     route: Route
+    is_read: bool
+    """Whether anything is expected of its cache."""
 
     def first_of(self, places: Iterable[Place]) -> list[Place]:
         """It, then the others as they were."""
@@ -51,8 +55,10 @@ class ScoredPlace(msgspec.Struct, frozen=True, kw_only=True):
     def note(self, leg: LegRecord) -> None:
         """Write down what was expected of it."""
         candidate = self.route.plan.decode.candidate
-        leg.overlap_tokens = overlap(candidate)
-        note_candidate(leg, candidate)
+        leg.rank = candidate.rank.rank
+        if self.is_read:
+            leg.overlap_tokens = overlap(candidate)
+            note_candidate(leg, candidate)
 
 
 class Scoring:
@@ -75,11 +81,15 @@ class Scoring:
         request = _request(fleet, use, read, headers, record)
         if request is None:
             return None
-        prompt = await self._reader.read(fleet, request)
+        try:
+            is_read = self._router.reads_prompt(fleet, request.model)
+        except FleetError:
+            return None
+        prompt = await self._reader.read(fleet, request) if is_read else UNREAD
         record.prompt_tokens = prompt.prompt_tokens
         record.prompt_source = prompt.source
         record.unscorable = prompt.unscorable
-        if not prompt.prompts and opening(request.body) is None:
+        if is_read and not prompt.prompts and opening(request.body) is None:
             return None
         exclude = frozenset(rank for each in lacking for rank in each.rank_ids())
         try:
@@ -88,7 +98,8 @@ class Scoring:
             return None
         note_plan(record, route.plan)
         chosen = route.plan.decode.candidate
-        return ScoredPlace(place=Place(instance=chosen.instance, rank=chosen.rank), route=route)
+        place = Place(instance=chosen.instance, rank=chosen.rank)
+        return ScoredPlace(place=place, route=route, is_read=is_read)
 
 
 def _request(

@@ -13,17 +13,15 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import structlog
 
 from balancer.connectors.contract import Connector
 from balancer.core.errors import PrefillFailedError
-from balancer.core.fleet.snapshot import Fleet
-from balancer.core.load.ledger import LegGuard, LoadLedger
+from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.load.ledger import LoadLedger
 from balancer.core.reliability.vetting import NoVetting, Vetting
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.candidates import (
@@ -34,13 +32,21 @@ from balancer.core.routing.candidates import (
     request_shape,
 )
 from balancer.core.routing.cost import TieBreak
-from balancer.core.routing.forecast import Forecast
 from balancer.core.routing.known_ranks import KnownRanks
-from balancer.core.routing.plan import Choice, RoutePlan
+from balancer.core.routing.plan import Candidate, RoutePlan
 from balancer.core.routing.planner import Planner
-from balancer.core.routing.policies import Policy, seeded_draw
+from balancer.core.routing.policies import Policy, UnreadPolicy, seeded_draw
+from balancer.core.routing.unread import (
+    UNREAD,
+    Sampling,
+    UnreadPool,
+    unread_pool,
+    unread_work,
+    with_room,
+)
 from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.routing.question import Question
+from balancer.routing.route import Route, UnreadRoute
 from balancer.tracing import NoTracing, Tracing
 from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt
 from indexer.core.throttle import Throttle
@@ -51,65 +57,6 @@ logger = structlog.get_logger(__name__)
 _TOO_SLOW = "the index didn't answer within routing.lookup_timeout_s"
 _FAILURE_LOG_S = 30.0
 """Between two log lines about the same failure."""
-
-
-class Route:
-    """A plan and its bookings. Use as a context manager that lives as long as the request."""
-
-    def __init__(self, question: Question, plan: RoutePlan, ledger: LoadLedger) -> None:
-        self._question = question
-        self._ledger = ledger
-        self.plan = plan
-        self.prefill_attempts = 0
-        self.prefill_guard: LegGuard | None = None
-        if plan.prefill:
-            self._hold_prefill(plan.prefill)
-        kind = "decode" if plan.prefill else "whole"
-        self.decode_guard: LegGuard = ledger.hold(question.leg(plan.decode, kind))
-
-    def forecast(self, kind: str, *, loads: bool) -> Forecast:
-        """What the index promised of the leg of that kind, as it is planned now.
-
-        `loads`: it takes blocks of another engine, too.
-        """
-        prefill = self.plan.prefill
-        choice = prefill if prefill is not None and kind == "prefill" else self.plan.decode
-        is_after_transfer = loads or (prefill is not None and choice is self.plan.decode)
-        return self._question.forecast(choice.candidate.rank, is_after_transfer=is_after_transfer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.decode_guard.__exit__(kind, error, traceback)
-        if self.prefill_guard:
-            self.prefill_guard.__exit__(kind, error, traceback)
-
-    def prefill_cached(self, tokens: int | None) -> None:
-        """What the prefill engine took from its cache; None: it didn't tell."""
-        if self.prefill_guard is not None and tokens is not None:
-            self.prefill_guard.cached(tokens)
-
-    def end_prefill(self) -> None:
-        """The prefill leg did its work: its rank is free, its blocks are expected to be there."""
-        if self.prefill_guard is not None:
-            self.prefill_guard.first_token()
-            self.prefill_guard.__exit__(None, None, None)
-        if self.plan.prefill is not None:
-            self.decode_guard.handed_over(self.plan.prefill.candidate.rank)
-
-    def _drop_prefill(self, failed: BaseException) -> None:
-        if self.prefill_guard:
-            self.prefill_guard.__exit__(type(failed), failed, failed.__traceback__)
-
-    def _hold_prefill(self, choice: Choice) -> None:
-        self.prefill_attempts += 1
-        self.prefill_guard = self._ledger.hold(self._question.leg(choice, "prefill"))
 
 
 class Router:
@@ -134,12 +81,9 @@ class Router:
         self._index = index
         self._never_waits: bool = getattr(index, "never_waits", False)
         self._ledger = ledger
-        self._policy = policy
-        self._settings = settings
-        self._tier_weights = settings.tier_weights()
-        self._pd = pd or PdSettings()
         self._connectors = connectors or {}
-        self._planner = Planner(policy=policy, pd=self._pd, transfer=ledger.transfer)
+        self._pulling = frozenset(name for name, each in self._connectors.items() if each.pulls)
+        self.set_settings(settings, pd or PdSettings(), policy)
         self._random = random
         self._clock = clock
         self._on_lookup = on_lookup
@@ -177,7 +121,18 @@ class Router:
         self._tier_weights = settings.tier_weights()
         self._pd = pd
         self._policy = policy
+        self._unread = policy if isinstance(policy, UnreadPolicy) else None
+        self._sampling = Sampling(settings.observe_share)
         self._planner = Planner(policy=policy, pd=pd, transfer=self._ledger.transfer)
+
+    def reads_prompt(self, fleet: Fleet, model: str) -> bool:
+        """Whether the tokens of a request are wanted; else it is routed as `UNREAD`.
+
+        To be asked once per request. Raises ModelNotFoundError or NoInstanceError.
+        """
+        if self._unread is None or unread_pool(fleet, model, self._pulling) is None:
+            return True
+        return self._sampling.is_due()
 
     async def route(
         self,
@@ -193,6 +148,10 @@ class Router:
         `prefill_failed` asks for a plan without a prefill leg, after all attempts at one. Raises
         ModelNotFoundError, NoInstanceError, OverloadedError or PrefillFailedError.
         """
+        if prompt is UNREAD and self._unread is not None:
+            pool = unread_pool(fleet, request.model, self._pulling)
+            if pool is not None:
+                return self._route_unread(self._unread, fleet, request, pool, exclude)
         if prefill_failed and not self._pd.allow_local_on_failure:
             raise PrefillFailedError("prefill failed, and decode instances may not stand in")
         question = await self._ask(fleet, request, prompt)
@@ -206,6 +165,28 @@ class Router:
         if plan.prefill:
             self._policy.chosen(plan.prefill.candidate.rank)
         return Route(question, plan, self._ledger)
+
+    def _route_unread(
+        self,
+        policy: UnreadPolicy,
+        fleet: Fleet,
+        request: GenerateRequest,
+        pool: UnreadPool,
+        exclude: frozenset[RankId],
+    ) -> Route:
+        ledger, settings = self._ledger, self._settings
+        answering = find_pool(fleet, request.model).answering
+        usable = self._vetting.usable(answering, exclude)
+        candidates: Sequence[Candidate] = pool.candidates
+        if exclude or len(usable) != len(answering):
+            candidates = pool.among(usable, exclude)
+        candidates = with_room(candidates, ledger, settings.max_requests_per_rank)
+        rank = policy.next_of(candidates, ledger.busy, self._draw(None)).rank
+        plan = pool.plans[rank]
+        if len(usable) != len(answering):
+            plan = self._with_held_back(plan, answering, usable)
+        policy.chosen(rank)
+        return UnreadRoute(plan, ledger.hold(unread_work(request, rank, ledger, settings)))
 
     async def explain(
         self, fleet: Fleet, request: GenerateRequest, prompt: PromptView
@@ -227,8 +208,8 @@ class Router:
         decode leg stays booked where it is. False if attempts or ranks have run out: then leave
         the route with the error and ask for `route(prefill_failed=True)`.
         """
-        route._drop_prefill(failed)  # noqa: SLF001 - two halves of one module
-        question = route._question  # noqa: SLF001
+        route.drop_prefill(failed)
+        question = route.question
         if route.plan.prefill is None or route.prefill_attempts >= self._pd.prefill_attempts:
             return False
         exclude |= {route.plan.prefill.candidate.rank}
@@ -246,7 +227,7 @@ class Router:
         if plan is None or plan.prefill is None:
             return False
         route.plan = plan
-        route._hold_prefill(plan.prefill)  # noqa: SLF001
+        route.hold_prefill(plan.prefill)
         self._policy.chosen(plan.prefill.candidate.rank)
         return True
 
@@ -302,12 +283,17 @@ class Router:
         else:
             scored = bool(question.prompt.prompts)
             plan = self._planner.plan_whole(question.shape, decode, draw, scored=scored)
-        if len(answering) + len(prefilling) == len(pool.answering) + len(pool.prefill):
+        everybody, usable = (*pool.answering, *pool.prefill), (*answering, *prefilling)
+        if len(usable) == len(everybody):
             return plan
-        reasons = {
-            each.alias: self._vetting.reason(each.id) for each in (*pool.answering, *pool.prefill)
-        }
-        for each in (*answering, *prefilling):
+        return self._with_held_back(plan, everybody, usable)
+
+    def _with_held_back(
+        self, plan: RoutePlan, everybody: Sequence[Instance], usable: Sequence[Instance]
+    ) -> RoutePlan:
+        """With those that weren't considered, and why."""
+        reasons = {each.alias: self._vetting.reason(each.id) for each in everybody}
+        for each in usable:
             del reasons[each.alias]
         return msgspec.structs.replace(
             plan, held_back={name: why or "" for name, why in reasons.items()}
@@ -320,7 +306,7 @@ class Router:
             max_requests_per_rank=self._settings.max_requests_per_rank,
         )
 
-    def _draw(self, question: Question) -> TieBreak:
+    def _draw(self, question: Question | None) -> TieBreak:
         """Siblings draw alike, also in processes that haven't heard of each other's yet.
 
         Few decisions come to a draw: what it depends on is looked up by the first one.
@@ -330,7 +316,7 @@ class Router:
         def draw(rank: RankId) -> float:
             nonlocal drawn
             if drawn is None:
-                begin = first_block(question.matches)
+                begin = None if question is None else first_block(question.matches)
                 seed = int(self._random() * 2**53) if begin is None else int(begin)
                 drawn = seeded_draw(seed)
             return drawn(rank)

@@ -37,7 +37,6 @@ from balancer.core.http.body import whole
 from balancer.core.http.headers import pass_answer_headers, pass_request_headers
 from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.record import RequestRecord
-from balancer.core.request import PromptView
 from balancer.core.routing.forecast import Forecast
 from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
 from balancer.core.routing.policies import named_policy
@@ -129,13 +128,6 @@ class Protocols:
         answer.close()
 
 
-class NoPrompts:
-    """A tokens stage that finds nothing."""
-
-    async def read(self, *_: Any) -> PromptView:
-        return PromptView(source="ids")
-
-
 class _NoGuard:
     def first_token(self) -> None: ...
     def generated(self, tokens: int) -> None: ...
@@ -164,6 +156,9 @@ class InTurn:
 
     def __init__(self) -> None:
         self._routes = itertools.cycle([self._route(each) for each in _FLEET.instances])
+
+    def reads_prompt(self, *_: Any) -> bool:
+        return False
 
     async def route(self, *_: Any, **__: Any) -> DecidedRoute:
         return next(self._routes)
@@ -204,7 +199,6 @@ async def plane(log: LineLog, *, decides: bool = True, keeps_books: bool = True)
         decisions.add(record)
 
     parts: dict[str, Any] = {
-        "reader": reader if decides else NoPrompts(),
         "router": router if decides else InTurn(),
         "on_record": keep if keeps_books else lambda _: None,
         "log_request": log.request_done if keeps_books else lambda _: None,
@@ -218,6 +212,7 @@ async def plane(log: LineLog, *, decides: bool = True, keeps_books: bool = True)
         clock=clock,
         new_id=lambda: f"{random.getrandbits(128):032x}",
         ledger=ledger,
+        reader=reader,
         on_leg_end=Reporting(None, clock=clock, on_outcome=metrics.on_prediction).on_leg_end,
         reliability=reliability,
         **parts,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing.plan import RoutePlan
-from balancer.routing.router import Route
+from balancer.routing.route import Route
 from benchmarks.routing.fleet import SimulatedFleet
 from benchmarks.routing.traces import MODEL, Call
 from benchmarks.routing.virtual_time import VirtualClock

@@ -15,7 +15,8 @@ from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.policies import Policy
 from balancer.core.settings.routing import RoutingSettings
-from balancer.routing.router import Route, Router
+from balancer.routing.route import Route
+from balancer.routing.router import Router
 from indexer.core.index import Change, GroupKind, GroupSpec, RankUpdate
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId, RankId

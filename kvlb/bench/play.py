@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
-from balancer.routing.router import Route
+from balancer.routing.route import Route
 from indexer.core.types import RankId
 from kvlb.bench.calls import MODEL, Call
 from kvlb.bench.engine import Job

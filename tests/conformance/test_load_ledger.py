@@ -12,6 +12,7 @@ from balancer.core.load.ledger import (
     LegWork,
     LoadLedger,
     RankLoad,
+    RankRates,
     TransferRates,
 )
 from balancer.core.load.local_ledger import LocalLedger
@@ -67,6 +68,12 @@ class SeenByPeer:
 
     def load(self, rank: RankId) -> RankLoad:
         return self._told().load(rank)
+
+    def busy(self, rank: RankId) -> tuple[int, int]:
+        return self._told().busy(rank)
+
+    def rates(self, rank: RankId) -> RankRates:
+        return self._told().rates(rank)
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         return self._told().predicted_blocks(rank, keys, start)
@@ -373,3 +380,34 @@ def test_prompts_without_a_block_size_say_nothing_of_the_cache(ledger: LoadLedge
     ledger.hold(replace(work(), block_size=0, cache_tokens=10 * 512))
 
     assert ledger.load(FIRST).reuse_chance == 0
+
+
+def test_busy_is_a_part_of_the_load(ledger: LoadLedger, clock: Clock) -> None:
+    """Requests and queued tokens, also when a first token that nobody sees is due."""
+    for streamed in (True, False):
+        ledger.hold(replace(work(), streamed=streamed))
+    queued = ledger.busy(FIRST)
+    clock.now_s += 60.0
+
+    assert queued == (2, 2 * work().uncached_tokens)
+    assert ledger.busy(FIRST) == (2, work().uncached_tokens)
+    load = ledger.load(FIRST)
+    assert ledger.busy(FIRST) == (load.requests, load.queued_tokens)
+    assert ledger.rates(FIRST) == load.rates
+    assert ledger.busy(OTHER) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["whole", "prefill", "decode"])
+@pytest.mark.parametrize("remembered_s", [0.0, 60.0])
+def test_leg_without_keys_counts_and_promises_nothing(
+    ledger: LoadLedger, kind: str, remembered_s: float
+) -> None:
+    """Of a prompt that nobody has read: in flight until its end, and never held by the rank."""
+    with ledger.hold(replace(work(kind=kind, keys=0), remembered_s=remembered_s)) as leg:
+        assert ledger.load(FIRST).requests == 1
+        leg.first_token()
+        assert ledger.load(FIRST).decoding == 1
+
+    assert ledger.busy(FIRST) == (0, 0)
+    assert not ledger.has_guesses(FIRST)
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 0

@@ -78,6 +78,13 @@ def test_winner_is_explained(others: list[Choice], expected: str) -> None:
     assert expected in explain_choice(BEST, (BEST, *others))
 
 
+def test_where_nothing_was_weighed_it_is_said() -> None:
+    """There is no candidate to compare with, not even the winner."""
+    told = explain_choice(choice("a", 0.0), ())
+
+    assert told == "a was next: the policy doesn't ask what a request costs"
+
+
 def test_costs_without_terms_are_compared_as_they_are() -> None:
     """Simple policies have no terms."""
     assert explain_choice(choice("a", 1.0), (choice("b", 3.0),)) == "a costs 2 less than b"

@@ -1,7 +1,7 @@
 """The router on a real event loop: deadlines, booking, routes, replacement of a prefill leg."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from time import monotonic
@@ -22,9 +22,11 @@ from balancer.core.errors import (
 from balancer.core.fleet.snapshot import Fleet, Instance, Role
 from balancer.core.load.ledger import Learning
 from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.reliability.vetting import Vetting
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing.plan import Reason
 from balancer.core.routing.policies import named_policy
+from balancer.core.routing.unread import UNREAD
 from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
@@ -61,6 +63,23 @@ class ScriptedIndex:
         }
 
 
+class HoldsBack:
+    """A vetting that always leaves one instance out."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+
+    def usable(
+        self,
+        instances: Sequence[Instance],
+        exclude: frozenset[RankId],  # noqa: ARG002 - the contract's signature
+    ) -> Sequence[Instance]:
+        return [each for each in instances if each.alias != self._alias]
+
+    def reason(self, instance: InstanceId) -> str | None:  # noqa: ARG002 - likewise
+        return "timeouts"
+
+
 @dataclass(slots=True)
 class Bench:
     """A router with its surroundings in reach."""
@@ -82,6 +101,7 @@ def bench() -> Bench:
         known: Mapping[str, Connector] | None = None,
         ledger: LocalLedger = ledger,
         index: ScriptedIndex = index,
+        vetting: Vetting | None = None,
     ) -> Router:
         return Router(
             index=index,
@@ -93,6 +113,7 @@ def bench() -> Bench:
             random=Random(1).random,  # noqa: S311 - a test's dice
             clock=monotonic,
             on_lookup=lambda outcome, _: lookups.append(outcome),
+            vetting=vetting,
         )
 
     return Bench(index, ledger, lookups, build)
@@ -160,6 +181,8 @@ async def test_what_the_index_promised_of_each_leg_is_told(bench: Bench) -> None
 
     own, loading = (route.forecast("whole", loads=loads) for loads in (False, True))
 
+    assert own is not None
+    assert loading is not None
     assert own.rank == rank("b")
     assert own.match is not None
     assert (own.match.tokens, own.incomparable) == (3200, None)
@@ -658,3 +681,53 @@ async def test_nobody_has_to_listen_to_lookups(bench: Bench) -> None:
 
     plan = await router.explain(PAIR, request(), view())
     assert plan.prompt_tokens == 4000
+
+
+async def test_a_prompt_that_nobody_reads_is_neither_looked_up_nor_predicted(bench: Bench) -> None:
+    """Round robin takes turns and books the request; the index isn't asked."""
+    router = bench.build(RoutingSettings(observe_share=0.0), policy="round_robin")
+    assert not router.reads_prompt(PAIR, "m")
+
+    routes = [await router.route(PAIR, request(), UNREAD) for _ in range(4)]
+
+    aliases = [each.plan.decode.candidate.instance.alias for each in routes]
+    assert aliases[:2] == aliases[2:] != aliases[1:3]
+    assert bench.lookups == []
+    assert [bench.ledger.load(rank(each)).requests for each in "ab"] == [2, 2]
+    assert routes[0].forecast("decode", loads=False) is None
+
+
+async def test_prompts_are_read_for_who_depends_on_them(bench: Bench) -> None:
+    """A policy that goes by the cache, two legs, and the share that is observed."""
+    unobserved = RoutingSettings(observe_share=0.0)
+    assert bench.build(unobserved).reads_prompt(PAIR, "m")
+    assert bench.build(unobserved, policy="least_loaded").reads_prompt(PD, "m")
+    assert not bench.build(unobserved, policy="least_loaded").reads_prompt(PAIR, "m")
+
+    router = bench.build(RoutingSettings(observe_share=0.5), policy="round_robin")
+
+    assert [router.reads_prompt(PAIR, "m") for _ in range(4)] == [False, True, False, True]
+
+
+async def test_unread_request_passes_over_who_failed_it_and_who_is_held_back(bench: Bench) -> None:
+    """Exclusion and breakers hold without the prompt; the plan says who was held back."""
+    router = bench.build(policy="round_robin", vetting=HoldsBack("a"))
+
+    routes = [await router.route(PAIR, request(), UNREAD) for _ in range(2)]
+
+    assert [each.plan.decode.candidate.instance.alias for each in routes] == ["b", "b"]
+    assert routes[0].plan.held_back == {"a": "timeouts"}
+    with pytest.raises(NoInstanceError):
+        await router.route(PAIR, request(), UNREAD, exclude=frozenset({rank("b")}))
+
+
+async def test_unread_request_that_meets_another_fleet_goes_by_what_is_known(bench: Bench) -> None:
+    """A retry may see prefill and decode instances where there were none, or another policy."""
+    router = bench.build(RoutingSettings(observe_share=0.0), policy="round_robin")
+
+    split = await router.route(PD, request(), UNREAD)
+    router.set_settings(RoutingSettings(), PdSettings(), named_policy("kvlb"))
+    scored = await router.route(PAIR, request(), UNREAD)
+
+    assert split.plan.decode.candidate.instance.alias == "d0"
+    assert scored.plan.decode.terms

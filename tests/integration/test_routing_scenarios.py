@@ -19,7 +19,8 @@ from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing.policies import named_policy
 from balancer.core.settings.routing import RoutingSettings
-from balancer.routing.router import Route, Router
+from balancer.routing.route import Route
+from balancer.routing.router import Router
 from indexer.core.hashing import Namespace
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.model_cards import ServedModels

@@ -168,6 +168,14 @@ class LoadLedger(Protocol):
 
     def load(self, rank: RankId) -> RankLoad: ...
 
+    def busy(self, rank: RankId) -> tuple[int, int]:
+        """Of what `load` tells its requests and queued tokens, for who needs no more."""
+        ...
+
+    def rates(self, rank: RankId) -> RankRates:
+        """How fast the rank is, as far as it was learned."""
+        ...
+
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""
         ...

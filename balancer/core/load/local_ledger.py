@@ -29,7 +29,7 @@ from typing import Self
 
 from balancer.core.load.approximate import ApproximateBlocks
 from balancer.core.load.learned import ENOUGH_SAMPLES, LearnedRates
-from balancer.core.load.ledger import Learning, LegWork, RankLoad, TransferRates
+from balancer.core.load.ledger import Learning, LegWork, RankLoad, RankRates, TransferRates
 from balancer.core.load.rank_book import BookedLeg, RankBook
 from balancer.core.load.reuse import ReuseTimes, sampled
 from balancer.core.load.transfers import LearnedTransfers
@@ -95,6 +95,19 @@ class LocalLedger:
             self._settle_due(book, now_s)
         return book.load(now_s, rates)
 
+    def busy(self, rank: RankId) -> tuple[int, int]:
+        """Of what `load` tells its requests and queued tokens, for who needs no more."""
+        book = self._books.get(rank)
+        if book is None:
+            return 0, 0
+        if book.due:
+            self._settle_due(book, self._clock())
+        return book.requests, book.queued_tokens
+
+    def rates(self, rank: RankId) -> RankRates:
+        """How fast the rank is, as far as it was learned."""
+        return self._learned.rates(rank)
+
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""
         book = self._books.get(rank)
@@ -148,8 +161,9 @@ class LocalLedger:
             book.guesses = None
         elif book.guesses is not None:
             book.guesses.purge(now_s - work.remembered_s)
-        chains = work.chains
-        used = [book.active.add(keys) for keys in chains]
+        has_keys = len(work.keys) > 0
+        chains = work.chains if has_keys else ()
+        used = [book.active.add(keys) for keys in chains] if has_keys else []
         leg = _Leg(book, work, next(self._numbers), now_s, used, ledger=self)
         book.requests += 1
         book.predictions.sent(work.uncached_tokens)
@@ -157,7 +171,8 @@ class LocalLedger:
             self._use_cache(book, work, now_s)
         if work.kind != "decode":
             self._queue(leg, now_s)
-            leg.prediction = book.predictions.add(chains)
+            if has_keys:
+                leg.prediction = book.predictions.add(chains)
         else:
             book.count_arrival(now_s, 0.0)
         return leg
@@ -194,17 +209,19 @@ class LocalLedger:
         book.recent.add(now_s, work.uncached_tokens * rates.prefill_s_per_token)
         if book.queue.pop(leg.number, None):
             book.queued_tokens -= work.uncached_tokens
-        if leg.prediction is None:  # a `decode` leg
-            leg.prediction = book.predictions.add(work.chains)
+        if work.kind == "decode":
+            if len(work.keys) > 0:
+                leg.prediction = book.predictions.add(work.chains)
             self._learn_transfer(leg, now_s)
         elif work.streamed:
             self._learned.on_first_token(
                 work.rank, sent_s=leg.booked_s, now_s=now_s, tokens=work.uncached_tokens
             )
             book.last_first_s = now_s
-        book.predictions.expire(
-            leg.prediction, now_s + work.believed_s, after_tokens=work.believed_tokens
-        )
+        if leg.prediction is not None:
+            book.predictions.expire(
+                leg.prediction, now_s + work.believed_s, after_tokens=work.believed_tokens
+            )
 
     def end(self, leg: BookedLeg, *, failed: bool) -> None:
         """`leg` is over, for whatever reason."""
@@ -260,8 +277,8 @@ class LocalLedger:
             if first_missing < len(work.keys):
                 book.guesses.on_missing(work.keys[first_missing], leg.booked_s)
         book.guesses.add(work.keys, self._clock())
-        assert leg.prediction is not None  # noqa: S101 - it has decoded
-        book.predictions.withdraw(leg.prediction)
+        if leg.prediction is not None:
+            book.predictions.withdraw(leg.prediction)
 
     def _learn_transfer(self, leg: BookedLeg, now_s: float) -> None:
         if leg.handed_over_s is None or leg.source is None or not leg.work.streamed:

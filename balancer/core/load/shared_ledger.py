@@ -19,7 +19,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, assert_never
 
-from balancer.core.load.ledger import Learning, LegGuard, LegWork, RankLoad, TransferRates
+from balancer.core.load.ledger import (
+    Learning,
+    LegGuard,
+    LegWork,
+    RankLoad,
+    RankRates,
+    TransferRates,
+)
 from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.load.peer_messages import (
     WIRE_VERSION,
@@ -121,6 +128,14 @@ class SharedLedger:
     def load(self, rank: RankId) -> RankLoad:
         """The rank's load now, over all processes."""
         return self._local.load(rank)
+
+    def busy(self, rank: RankId) -> tuple[int, int]:
+        """Of what `load` tells its requests and queued tokens, for who needs no more."""
+        return self._local.busy(rank)
+
+    def rates(self, rank: RankId) -> RankRates:
+        """How fast the rank is, as far as any process has learned."""
+        return self._local.rates(rank)
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""

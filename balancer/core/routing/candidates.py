@@ -221,7 +221,7 @@ def request_shape(
     """What weighing needs to know of the request."""
     tokens = prompt.prompt_tokens
     if tokens is None:
-        tokens = min(len(request.raw_body) // BYTES_PER_TOKEN, MAX_GUESSED_TOKENS)
+        tokens = guess_tokens(request)
     return RequestShape(
         prompt_tokens=tokens,
         max_output_tokens=_max_output_tokens(request),
@@ -232,6 +232,14 @@ def request_shape(
         ),
         is_scored=prompt.prompt_tokens is not None,
     )
+
+
+def guess_tokens(request: GenerateRequest) -> int:
+    """How long a prompt is that nobody has read."""
+    ids = request.body.get("prompt")
+    if isinstance(ids, list) and ids and isinstance(ids[0], int):
+        return len(ids)
+    return min(len(request.raw_body) // BYTES_PER_TOKEN, MAX_GUESSED_TOKENS)
 
 
 def _max_output_tokens(request: GenerateRequest) -> float:

@@ -115,6 +115,8 @@ def explain_choice(chosen: Choice, considered: Sequence[Choice]) -> str:
     """One sentence: what set the winner apart from the cheapest other candidate."""
     others = [each for each in considered if each.candidate.rank != chosen.candidate.rank]
     name = _name(chosen)
+    if not considered:
+        return f"{name} was next: the policy doesn't ask what a request costs"
     if not others:
         return f"{name} is the only candidate"
     rival = min(others, key=lambda each: each.cost_s)

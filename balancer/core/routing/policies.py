@@ -13,9 +13,9 @@ Rules:
 Cost: one estimate and one sort key per candidate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
-from typing import Protocol, assert_never
+from typing import Protocol, assert_never, runtime_checkable
 
 from xxhash import xxh3_64_intdigest
 
@@ -47,6 +47,23 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class UnreadPolicy(Policy, Protocol):
+    """One that can do without the prompt (`core.routing.unread`)."""
+
+    def next_of(
+        self,
+        candidates: Sequence[Candidate],
+        busy: Callable[[RankId], tuple[int, int]],
+        draw: TieBreak,
+    ) -> Candidate:
+        """Whom `choose` would prefer of `candidates`, of which there is one at least.
+
+        `busy` tells a rank's requests and queued tokens.
+        """
+        ...
+
+
 Keys = list[tuple[float, ...]]
 """What to sort by, of each candidate."""
 
@@ -65,6 +82,18 @@ class Turns:
         self._turns[rank] = self._turn
         if len(self._turns) > MAX_TURNS:
             del self._turns[next(iter(self._turns))]
+
+    def first(self, candidates: Sequence[Candidate], draw: TieBreak) -> Candidate:
+        """Whose turn it is."""
+        turns, found, least = self._turns, candidates[0], self._turn + 1
+        for each in candidates:
+            turn = turns.get(each.rank, 0)
+            if turn < least:
+                found, least = each, turn
+        if least:
+            return found
+        equals = [each for each in candidates if each.rank not in turns]
+        return min(equals, key=lambda each: (self.place(each), draw(each.rank)))
 
     def place(self, candidate: Candidate) -> tuple[int, int]:
         """Smaller goes first: the last turn, then the number of the rank in its instance."""
@@ -133,6 +162,14 @@ class RoundRobin:
         choices = estimate_all(shape, candidates)
         return _drawn(choices, [self._turns.place(each.candidate) for each in choices], draw)
 
+    def next_of(
+        self,
+        candidates: Sequence[Candidate],
+        busy: Callable[[RankId], tuple[int, int]],  # noqa: ARG002 - the contract's signature
+        draw: TieBreak,
+    ) -> Candidate:
+        return self._turns.first(candidates, draw)
+
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)
 
@@ -148,6 +185,17 @@ class LeastLoaded:
     ) -> list[Choice]:
         choices = estimate_all(shape, candidates)
         return _ordered(choices, [_load_key(each) for each in candidates], draw, self._turns)
+
+    def next_of(
+        self,
+        candidates: Sequence[Candidate],
+        busy: Callable[[RankId], tuple[int, int]],
+        draw: TieBreak,
+    ) -> Candidate:
+        loads = [busy(each.rank) for each in candidates]
+        least = min(loads)
+        equals = [each for each, load in zip(candidates, loads, strict=True) if load == least]
+        return equals[0] if len(equals) == 1 else self._turns.first(equals, draw)
 
     def chosen(self, rank: RankId) -> None:
         self._turns.chosen(rank)

@@ -261,11 +261,13 @@ class Balancer:
             fleet=lambda: self.fleet,
             clock=clock,
         )
+        # Round robin reads no prompt unless it has to.
+        reads = options.pop("reads", "reader" in options or "index" in options)
         router = Router(
             index=options.pop("index", MemoryIndex()),
             ledger=self.ledger,
             policy=named_policy("round_robin"),
-            settings=options.pop("routing", RoutingSettings()),
+            settings=options.pop("routing", RoutingSettings(observe_share=float(reads))),
             pd=options.pop("pd", PdSettings()),
             connectors=known,
             random=lambda: 0.5,

@@ -432,7 +432,7 @@ async def test_failed_answer_withdraws_its_prediction(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
 ) -> None:
     """Blocks of a refused prompt are not expected anywhere (F19)."""
-    async with engine(refuse(400)) as fake, balancer(instance(fake)) as proxy:
+    async with engine(refuse(400)) as fake, balancer(instance(fake), reads=True) as proxy:
         await client.post(proxy.url + COMPLETIONS, json=long_prompt())
         fake.script = answer_ok
         answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt())

@@ -322,7 +322,10 @@ async def test_own_headers_by_setting(
 ) -> None:
     """`full` explains the decision, `id` gives the request id alone, `off` nothing."""
     settings = DataPlaneSettings(headers=setting)
-    async with engine(answer_ok) as fake, balancer(instance(fake), settings=settings) as proxy:
+    async with (
+        engine(answer_ok) as fake,
+        balancer(instance(fake), settings=settings, reads=True) as proxy,
+    ):
         answer = await post(client, proxy.url + COMPLETIONS, {"prompt": [1, 2, 3]})
 
         assert {name for name in answer.headers if name.startswith("x-kvlb-")} == names
@@ -340,7 +343,10 @@ async def test_client_that_asks_why_is_told(
 ) -> None:
     """Every candidate with its terms, and why one won; the engine hears nothing of the question."""
     settings = DataPlaneSettings(headers=setting)
-    async with engine(answer_ok) as fake, balancer(instance(fake), settings=settings) as proxy:
+    async with (
+        engine(answer_ok) as fake,
+        balancer(instance(fake), settings=settings, reads=True) as proxy,
+    ):
         answer = await post(
             client, proxy.url + COMPLETIONS, {"prompt": [1, 2, 3]}, x_kvlb_explain="1"
         )
@@ -363,7 +369,7 @@ async def test_record_tells_what_happened(
     async def script(received: Any, wire: Any) -> None:
         await wire.json({"usage": usage})
 
-    async with engine(script) as fake, balancer(instance(fake)) as proxy:
+    async with engine(script) as fake, balancer(instance(fake), reads=True) as proxy:
         await post(client, proxy.url + COMPLETIONS, {"prompt": list(range(9)), "model": "m"})
         (record,) = await proxy.wait_for_records(1)
 

@@ -153,7 +153,10 @@ PHASES = {
     "tokenizing": Phase(reaches="none", options=lambda: {"reader": SlowPrompts()}),
     "choosing": Phase(
         reaches="none",
-        options=lambda: {"index": SlowIndex(), "routing": RoutingSettings(lookup_timeout_s=60.0)},
+        options=lambda: {
+            "index": SlowIndex(),
+            "routing": RoutingSettings(lookup_timeout_s=60.0, observe_share=1.0),
+        },
     ),
     "prefill-leg": Phase(reaches="prefill"),
     "waiting-for-headers": Phase(),
