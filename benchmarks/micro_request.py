@@ -19,6 +19,7 @@ from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.core.http.generate import read_generate
 from balancer.core.load.chain_tree import ChainTree
 from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.record import LegRecord
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
 from balancer.core.routing.policies import named_policy
@@ -132,7 +133,7 @@ class Bench:
         first = number * IN_FLIGHT
         bodies = [self.bodies[(first + each) % PROMPTS] for each in range(IN_FLIGHT)]
         stages.start()
-        requests = [_read(body) for body in bodies]
+        requests = [_read(body, self.reader.texts) for body in bodies]
         stages.end("decode the body")
         views = [await self.reader.read(FLEET, each) for each in requests]
         stages.end("pack the tokens")
@@ -169,8 +170,8 @@ class Bench:
         route.__exit__(None, None, None)
 
 
-def _read(body: bytes) -> GenerateRequest:
-    return read_generate(Endpoint.COMPLETIONS, body, FLEET, request_id="r")
+def _read(body: bytes, texts: IdTexts) -> GenerateRequest:
+    return read_generate(Endpoint.COMPLETIONS, body, FLEET, request_id="r", texts=texts)
 
 
 async def measure_stages(policy: PolicyName, prompts: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from balancer.core.prompt.known_ids import KnownIds
 from indexer.core.index import Prompt
 
 
@@ -51,6 +52,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The client's name for the conversation this is a turn of."""
     is_unicode: bool = True
     """False: some string of `body` holds a lone surrogate. Only the engine can say what then."""
+    ids: KnownIds | None = None
+    """What `prompt` is, where `body` has it as it came: a `msgspec.Raw`."""
 
     @property
     def stream(self) -> bool:

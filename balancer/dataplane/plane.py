@@ -267,6 +267,8 @@ class DataPlane:
             request_id=record.request_id,
             # An encoded stream couldn't be read for its usage; engines don't encode anyway.
             headers=pass_request_headers(exchange.headers, readable=True),
+            # Handlers are told of bodies as they are decoded.
+            texts=None if self._handling.is_on else self._reader.texts,
         )
         is_named = "request_id" in request.body
         if is_named and find_header(exchange.headers, b"x-request-id") is None:

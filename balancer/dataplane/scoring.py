@@ -21,6 +21,7 @@ from balancer.core.http.engine_paths import EnginePath
 from balancer.core.http.forwarded import ReadBody
 from balancer.core.http.headers import Headers
 from balancer.core.http.rewrite import decode_body
+from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.sessions import opening
@@ -33,6 +34,9 @@ from balancer.routing.router import Router
 
 class Prompts(Protocol):
     """What the data plane needs of the tokens stage."""
+
+    texts: IdTexts
+    """Prompts of token ids that were read."""
 
     async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:
         """Find the request's tokens within a deadline; never fails the request."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.prompt.any_shape import shape_prompt
+from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.prompt.limits import PromptLimits, find_model_tokens
 from balancer.core.prompt.media_prefix import guess_rest_tokens
 from balancer.core.prompt.shape import (
@@ -70,6 +71,8 @@ class PromptReader:
         self._limits = PromptLimits(
             max_prompts=settings.max_prompts, max_tokens=settings.max_prompt_tokens
         )
+        self.texts = IdTexts(limit_bytes=settings.cache_bytes)
+        """Prompts of token ids that were read."""
         self._pool = pool
         self._parity = parity
         self._engine = (
@@ -82,10 +85,7 @@ class PromptReader:
             self._limits.check_count(request)
             shape = shape_prompt(request)
             if isinstance(shape, IdsShape):
-                ids: Sequence[Sequence[int]] = shape.prompts
-                if shape.truncation is not None:
-                    ids = [truncate_ids(each, shape.truncation) for each in ids]
-                return PromptView(prompts=self._pack(fleet, request, ids), source="ids")
+                return PromptView(prompts=self._read_ids(fleet, request, shape), source="ids")
             if isinstance(shape, ChatShape) and shape.has_media:
                 return await self._read_before_media(fleet, request, shape)
             tokens, source = await self._tokenize(fleet, request, shape)
@@ -110,6 +110,18 @@ class PromptReader:
         self._limits.check_lengths([len(ids)], find_model_tokens(fleet, request.model))
         prompts = _prompts(request, [ids], creditable_tokens=len(known))
         return PromptView(prompts=prompts, source="before_media")
+
+    def _read_ids(
+        self, fleet: Fleet, request: GenerateRequest, shape: IdsShape
+    ) -> tuple[Prompt, ...]:
+        ids: Sequence[Sequence[int]] = shape.prompts
+        if shape.truncation is not None:
+            ids = [truncate_ids(each, shape.truncation) for each in ids]
+        elif request.ids is not None:
+            self._limits.check_lengths([len(ids[0])], find_model_tokens(fleet, request.model))
+            known = request.ids.prompt(request.base_model, request.lora, request.cache_salt)
+            return (known,)
+        return self._pack(fleet, request, ids)
 
     def _pack(
         self, fleet: Fleet, request: GenerateRequest, ids: Sequence[Sequence[int]]

@@ -62,7 +62,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
         packed = array("I")
         packed.fromlist(token_ids)
     else:
-        packed = array("I", token_ids)
+        packed = array("I", token_ids)  # a copy in C if it is one already
     if byteorder == "big":  # pragma: no cover - no big-endian machine to run it on
         packed.byteswap()
     return packed.tobytes()

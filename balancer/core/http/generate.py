@@ -9,6 +9,7 @@ Rules:
 from balancer.core.fleet.model_lookup import find_model
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.http.headers import Headers
+from balancer.core.http.ids_body import read_ids_body
 from balancer.core.http.rewrite import (
     CONVERSATION,
     check_generate_body,
@@ -16,14 +17,30 @@ from balancer.core.http.rewrite import (
     encode_body,
     without_forbidden,
 )
+from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.request import Endpoint, GenerateRequest
+
+_COMPLETIONS = Endpoint.COMPLETIONS
 
 
 def read_generate(
-    endpoint: Endpoint, raw: bytes, fleet: Fleet, *, request_id: str, headers: Headers = ()
+    endpoint: Endpoint,
+    raw: bytes,
+    fleet: Fleet,
+    *,
+    request_id: str,
+    headers: Headers = (),
+    texts: IdTexts | None = None,
 ) -> GenerateRequest:
-    """Understand `raw`. Raises RequestError or NoInstanceError."""
-    decoded = decode_body(raw)
+    """Understand `raw`. Raises RequestError or NoInstanceError.
+
+    `texts`: what may know the prompt's ids; then `prompt` of such a body is left as it came.
+    """
+    decoded = None
+    if texts is not None and endpoint is _COMPLETIONS:
+        decoded = read_ids_body(raw, texts)
+    if decoded is None:
+        decoded = decode_body(raw)
     body = decoded.value
     check_generate_body(endpoint, body)
     clean = without_forbidden(body)
@@ -40,4 +57,5 @@ def read_generate(
         lora=meant.lora,
         conversation=conversation if isinstance(conversation, str) else None,
         is_unicode=decoded.is_unicode,
+        ids=decoded.ids,
     )

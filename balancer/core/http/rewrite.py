@@ -27,6 +27,7 @@ import msgspec
 
 from balancer.core.errors import BadRequestError
 from balancer.core.http.headers import has_addresses
+from balancer.core.prompt.known_ids import KnownIds
 from balancer.core.request import Endpoint
 from indexer.core.reports import FULL_REPORT_SESSION
 
@@ -41,7 +42,7 @@ _FIELDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("stream_options", dict, "an object"),
 )
 _CHAT_FIELDS = (*_FIELDS, ("messages", list, "a list"))
-_TEXT_FIELDS = (*_FIELDS, ("prompt", (str, list), "a string or a list"))
+_TEXT_FIELDS = (*_FIELDS, ("prompt", (str, list, msgspec.Raw), "a string or a list"))
 _CHAT = Endpoint.CHAT
 _SPLICE = b'{"stream_options":{"include_usage":true},'
 
@@ -52,6 +53,8 @@ class DecodedBody(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     value: dict[str, Any]
     is_unicode: bool = True
     """False: some string holds a lone surrogate, which UTF-8 can't write and no tokenizer reads."""
+    ids: KnownIds | None = None
+    """What its `prompt` is, where that is left as it came (`core.http.ids_body`)."""
 
 
 def decode_body(raw: bytes) -> DecodedBody:

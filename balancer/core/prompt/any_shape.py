@@ -25,4 +25,6 @@ def shape_prompt(request: GenerateRequest) -> PromptShape:
     """Read the prompt-shaping fields of `request`. Raises UnscorableError."""
     if not request.is_unicode:
         raise UnscorableError(Unscorable.NOT_UNICODE)
+    if request.ids is not None:
+        return shape_completion(request.body, request.ids.ids)
     return _SHAPES[request.endpoint](request.body)

@@ -23,8 +23,13 @@ from balancer.core.prompt.shape import (
 )
 
 
-def shape_completion(body: Mapping[str, Any]) -> IdsShape | TextShape:
-    """Read a completions body. Raises UnscorableError."""
+def shape_completion(
+    body: Mapping[str, Any], ids: Sequence[int] | None = None
+) -> IdsShape | TextShape:
+    """Read a completions body. Raises UnscorableError.
+
+    `ids`: what its prompt is, where that is known already.
+    """
     if body.get("prompt_embeds") is not None:
         raise UnscorableError(Unscorable.PROMPT_EMBEDS)
     if body.get("suffix") is not None:  # a few models have a way to write it, the others refuse
@@ -32,6 +37,14 @@ def shape_completion(body: Mapping[str, Any]) -> IdsShape | TextShape:
     prompt = body.get("prompt")
     truncation = _truncation(body)
     special = _flag(body, "add_special_tokens", default=True)
+    if ids is not None:
+        return IdsShape(prompts=(ids,), truncation=truncation)
+    return _written_prompt(prompt, special, truncation)
+
+
+def _written_prompt(
+    prompt: object, special: bool, truncation: Truncation | None
+) -> IdsShape | TextShape:
     if isinstance(prompt, str) and prompt:
         return TextShape(texts=(prompt,), add_special_tokens=special, truncation=truncation)
     if not isinstance(prompt, list) or not prompt:

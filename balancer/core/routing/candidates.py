@@ -236,6 +236,8 @@ def request_shape(
 
 def guess_tokens(request: GenerateRequest) -> int:
     """How long a prompt is that nobody has read."""
+    if request.ids is not None:
+        return len(request.ids.ids)
     ids = request.body.get("prompt")
     if isinstance(ids, list) and ids and isinstance(ids[0], int):
         return len(ids)

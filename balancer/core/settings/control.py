@@ -174,7 +174,8 @@ class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     workers: PositiveInt = 2
     """Threads that render and tokenise; long texts that are new have one more for themselves."""
     cache_bytes: NonNegativeInt = 64 * 1024 * 1024
-    """Memory for the tokens of known texts: 4 bytes a token, 256 a piece."""
+    """Memory for the tokens of known texts: 4 bytes a token, 256 a piece. Prompts that come as token
+    ids may take as much again: 15 bytes a token."""
     parity_interval_s: NonNegativeFloat = 10.0
     """Pause between two comparisons of a model's local tokens with its engine's own. One difference
     switches the model to the engine's tokens until the balancer is restarted, and raises an alarm.

@@ -19,6 +19,7 @@ import uvicorn
 from balancer.connectors.available import connectors
 from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.core.load.local_ledger import LocalLedger
+from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.record import RequestRecord
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.policies import named_policy
@@ -227,8 +228,10 @@ def served(*adapters: str, base: str = MODEL) -> ServedModels:
 class IdPrompts:
     """A tokens stage that knows prompts of token ids only."""
 
+    texts = IdTexts(limit_bytes=0)
+
     async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:  # noqa: ARG002
-        ids = request.body.get("prompt")
+        ids = request.body.get("prompt") if request.ids is None else list(request.ids.ids)
         if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
             return PromptView(unscorable="no_tokenizer")
         space = Namespace(model=request.base_model, lora=request.lora, cache_salt=None)

@@ -12,6 +12,7 @@ from balancer.core.errors import ClientGoneError
 from balancer.core.fleet.snapshot import Fleet, Role
 from balancer.core.http.body import PiecedBody
 from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.request import GenerateRequest, PromptView
 
 COMPLETIONS = "/v1/completions"
@@ -192,6 +193,8 @@ async def test_leaving_while_the_body_is_sent(
 class SlowPrompts:
     """A tokens stage that waits until it is cancelled."""
 
+    texts = IdTexts(limit_bytes=0)
+
     def __init__(self) -> None:
         self.started = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -249,6 +252,8 @@ async def test_a_hundred_leave_and_nothing_is_left(
 
 class BrokenPrompts:
     """A tokens stage with a bug."""
+
+    texts = IdTexts(limit_bytes=0)
 
     async def read(self, fleet: Fleet, request: GenerateRequest) -> PromptView:  # noqa: ARG002
         raise ZeroDivisionError("secret prompt")

@@ -11,6 +11,7 @@ import pytest
 from balancer.connectors.contract import Connector, LegContext, LegRequest, Style
 from balancer.core.fleet.snapshot import Fleet, Role
 from balancer.core.http.prefill_rewrite import prefill_body
+from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.settings.routing import RoutingSettings
 from indexer.core.hashing import Namespace
@@ -26,6 +27,8 @@ TURNS = 100
 
 class SlowPrompts:
     """A tokens stage that doesn't come to an end."""
+
+    texts = IdTexts(limit_bytes=0)
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
