@@ -150,7 +150,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     if config.registration is not None:
         check_connector(config.registration.connector, "registration.connector", Role.DECODE)
     load_policy(config.routing.policy)
-    for name in ("completion", "chat_completion"):
+    for name in ("completion", "chat_completion", "forwarded"):
         load_handler(getattr(config.handlers, name), f"handlers.{name}")
     for model, directory in config.tokens.models.items():
         try:

@@ -7,6 +7,7 @@ BalancerError
 │   ├── BodyTooLargeError 413
 │   └── MemberNotFoundError 404   MemberConflictError 409   MemberRefusedError 422   (/instances)
 ├── FleetError            nobody can serve it now
+│   ├── NotSplittableError 503    who is there takes nothing without a prefill leg
 │   ├── NoInstanceError 503       no enabled, healthy instance of the model and role
 │   ├── OverloadedError 503       all of them are full; carries Retry-After
 │   └── ChangesLostError 503      a change of the fleet can't be kept now
@@ -157,6 +158,17 @@ class NoInstanceError(FleetError):
     """No enabled, healthy instance serves this model in this role."""
 
     code = "no_instance"
+
+
+class NotSplittableError(FleetError):
+    """Two legs can't serve it, and every instance's connector takes nothing without a prefill leg."""
+
+    code = "not_splittable"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this can't run over two legs, and no instance here takes a request without a prefill leg"
+        )
 
 
 class OverloadedError(FleetError):

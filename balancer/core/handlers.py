@@ -21,21 +21,21 @@ from balancer.core.request import GenerateRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenRequest:
-    """A chat or completions request. Nothing of it may be changed in place."""
+    """A request to an engine. Nothing of it may be changed in place."""
 
     request_id: str
     path: str
-    """`/v1/chat/completions` or `/v1/completions`."""
     model: str
-    """As the client named it."""
+    """As the client named it; empty where a path can't name one."""
     base_model: str
     adapter: str | None
     """Name of the LoRA adapter, if `model` is one."""
     stream: bool
     body: Mapping[str, Any]
-    """The JSON object, without what clients must not set."""
+    """The JSON object, without what clients must not set; empty where the body is none."""
     headers: Mapping[str, str]
     """The client's headers, names in lower case; of several with one name the last."""
+    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ Verdict = Refuse | Amend | Reply | None
 
 
 class CompletionHandler(Protocol):
-    """What `handlers.completion` and `handlers.chat_completion` name."""
+    """What the keys of `handlers` name."""
 
     async def __call__(self, request: SeenRequest) -> Verdict:
         """Judge one request. An exception, or too long a time, refuses it with 503."""
@@ -111,10 +111,20 @@ def seen(request: GenerateRequest) -> SeenRequest:
         adapter=request.lora,
         stream=request.stream,
         body=request.body,
-        headers={
-            name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers
-        },
+        headers=headers_as_text(request.headers),
     )
+
+
+def headers_as_text(headers: tuple[tuple[bytes, bytes], ...]) -> Mapping[str, str]:
+    """As a handler is shown them."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+
+
+def reply_headers(reply: Reply) -> tuple[tuple[bytes, bytes], ...]:
+    """Of an answer that a handler gave."""
+    more = amended_headers((), {"content-type": reply.media_type, **reply.headers})
+    length = (b"content-length", str(len(reply.body)).encode())
+    return (*(each for each in more if each[0] != b"content-length"), length)
 
 
 def amended_headers(

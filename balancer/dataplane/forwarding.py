@@ -23,8 +23,7 @@ from balancer.core.errors import (
 )
 from balancer.core.fleet.lacking import may_lack, says_lacking
 from balancer.core.fleet.snapshot import Fleet, Instance
-from balancer.core.http.body import PiecedBody
-from balancer.core.http.engine_paths import EnginePath
+from balancer.core.handlers import Reply, reply_headers
 from balancer.core.http.forwarded import ReadBody, read_body
 from balancer.core.http.headers import Headers, drop_header, find_header
 from balancer.core.http.stored_responses import ResponseIdReader, StoredResponses
@@ -35,6 +34,8 @@ from balancer.dataplane.answers import AnswerPasser
 from balancer.dataplane.beginnings import MAX_ERROR_BYTES, forwarded_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.elsewhere import try_places
+from balancer.dataplane.forwarded_request import Forwarded, judge_forwarded
+from balancer.dataplane.handling import Handling
 from balancer.dataplane.leg_sender import LegSender
 from balancer.dataplane.placing import Place, Placing
 from balancer.dataplane.scoring import ScoredPlace, Scoring
@@ -42,19 +43,6 @@ from indexer.core.types import InstanceId
 
 _SEARCH_S: Final = 2.0
 _MAX_ASKED: Final = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forwarded:
-    """A request to hand over."""
-
-    use: EnginePath
-    method: str
-    path: str
-    query: str
-    """With its question mark, or empty."""
-    headers: Headers
-    body: PiecedBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +66,9 @@ class Forwarding:
         clock: Callable[[], float],
         placing: Placing,
         scoring: Scoring,
+        handling: Handling,
     ) -> None:
+        self._handling = handling
         self._placing = placing
         self._scoring = scoring
         self._sender = sender
@@ -92,6 +82,12 @@ class Forwarding:
         """Get it answered. Raises BalancerError."""
         kind = find_header(request.headers, b"content-type") or b""
         read = read_body(kind, request.body, generates=request.use.generates)
+        if self._handling.sees_forwarded:
+            told = await judge_forwarded(self._handling, fleet, request, read, record)
+            if isinstance(told, Reply):
+                await passer.pass_own(told.status, reply_headers(told), told.body)
+                return
+            request, read = told
         record.stream = read.stream
         errand = _Errand(request=request, read=read, record=record, passer=passer)
         reliability = self._sender.reliability
@@ -115,7 +111,11 @@ class Forwarding:
         if named is None:
             # What is wrong with the model is told first, as engines do it.
             places = self._placing.places(
-                fleet, model=read.model, path=errand.request.path, record=errand.record
+                fleet,
+                model=read.model,
+                path=errand.request.path,
+                record=errand.record,
+                generates=use.generates,
             )
             named = read.previous_response if use.makes_response else None
             if named is None:
@@ -131,6 +131,7 @@ class Forwarding:
             return None
         lacks = self._placing.lacking.lacks
         lacking = [each.instance for each in places if lacks(each.instance.id, request.path, now_s)]
+        lacking += filter(self._placing.is_bound, fleet.instances)
         return await self._scoring.find(
             fleet, request.use, errand.read, request.headers, errand.record, lacking
         )

@@ -3,7 +3,7 @@
 import asyncio
 import traceback
 from collections.abc import Callable
-from typing import Self, assert_never
+from typing import Self, TypeVar, assert_never
 
 import msgspec
 import structlog
@@ -17,6 +17,7 @@ from balancer.core.handlers import (
     Refuse,
     RefusedByHandlerError,
     Reply,
+    SeenRequest,
     Verdict,
     amended_headers,
     seen,
@@ -26,6 +27,8 @@ from balancer.core.http.rewrite import encode_body
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.settings.handlers import HandlerSettings
 from balancer.own_code import load_handler
+
+T = TypeVar("T")
 
 _logger = structlog.stdlib.get_logger(__name__)
 
@@ -38,12 +41,15 @@ class Handling:
         *,
         completion: CompletionHandler | None = None,
         chat_completion: CompletionHandler | None = None,
+        forwarded: CompletionHandler | None = None,
         timeout_s: float = 1.0,
         on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self._handlers = {Endpoint.COMPLETIONS: completion, Endpoint.CHAT: chat_completion}
         self.is_on = completion is not None or chat_completion is not None
-        """Whether there is any handler."""
+        """Whether any handler sees requests that may be split."""
+        self._forwarded = forwarded
+        self.sees_forwarded = forwarded is not None
         self._timeout_s = timeout_s
         self._on_failure = on_failure
 
@@ -53,6 +59,7 @@ class Handling:
         return cls(
             completion=load_handler(settings.completion, "handlers.completion"),
             chat_completion=load_handler(settings.chat_completion, "handlers.chat_completion"),
+            forwarded=load_handler(settings.forwarded, "handlers.forwarded"),
             timeout_s=settings.timeout_s,
             on_failure=on_failure,
         )
@@ -62,10 +69,26 @@ class Handling:
         handler = self._handlers[request.endpoint]
         if handler is None:
             return request
+        told = await self._ask(
+            handler, seen(request), lambda verdict: _amended(request, verdict, fleet)
+        )
+        return request if told is None else told
+
+    async def judge_forwarded(
+        self, shown: SeenRequest, amend: Callable[[Amend], T]
+    ) -> T | Reply | None:
+        """What `amend` makes of a change, an answer, or None: go on. Raises BalancerError."""
+        if self._forwarded is None:
+            return None
+        return await self._ask(self._forwarded, shown, amend)
+
+    async def _ask(
+        self, handler: CompletionHandler, shown: SeenRequest, amend: Callable[[Amend], T]
+    ) -> T | Reply | None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                verdict = await handler(seen(request))
-            return _outcome(verdict, request, fleet)
+                verdict = await handler(shown)
+            return _outcome(verdict, amend)
         except BalancerError:
             raise
         except Exception as error:
@@ -77,16 +100,16 @@ class Handling:
             raise HandlerFailedError("this balancer's own handler failed") from error
 
 
-def _outcome(verdict: Verdict, request: GenerateRequest, fleet: Fleet) -> GenerateRequest | Reply:
+def _outcome(verdict: Verdict, amend: Callable[[Amend], T]) -> T | Reply | None:
     match verdict:
         case None:
-            return request
+            return None
         case Refuse():
             raise RefusedByHandlerError(verdict.message, verdict)
         case Reply():
             return verdict
         case Amend():
-            return _amended(request, verdict, fleet)
+            return amend(verdict)
         case never:
             assert_never(never)
 

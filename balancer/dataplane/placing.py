@@ -6,14 +6,15 @@ Rules:
    the path come last, and after them those that are held back.
 2. The one with the fewest requests on its least busy rank comes first, equals in turn. Requests
    are those of the load ledger, so scored and forwarded ones see each other.
-3. A request that runs a prompt is pinned to the rank it is booked on.
+3. A request that runs a prompt is pinned to the rank it is booked on. It doesn't go to an instance that
+   would wait for a prefill leg's blocks, or take nothing for them (`Connector.needs_prefill`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from balancer.core.errors import NoInstanceError
+from balancer.core.errors import NoInstanceError, NotSplittableError
 from balancer.core.fleet.lacking import LackingPaths
 from balancer.core.fleet.model_lookup import find_model
 from balancer.core.fleet.snapshot import Fleet, Instance
@@ -41,17 +42,35 @@ class Place:
 class Placing:
     """One per process."""
 
-    def __init__(self, *, ledger: LoadLedger, clock: Callable[[], float], vetting: Vetting) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: LoadLedger,
+        clock: Callable[[], float],
+        vetting: Vetting,
+        is_bound: Callable[[Instance], bool],
+    ) -> None:
+        """`is_bound` tells of an instance that it takes no prompt without a prefill leg."""
+        self.is_bound = is_bound
         self.lacking = LackingPaths()
         self._vetting = vetting
         self._ledger = ledger
         self._clock = clock
         self._turn = 0
 
-    def places(self, fleet: Fleet, *, model: Any, path: str, record: RequestRecord) -> list[Place]:
+    def places(
+        self,
+        fleet: Fleet,
+        *,
+        model: Any,
+        path: str,
+        record: RequestRecord,
+        generates: bool = False,
+    ) -> list[Place]:
         """Where a request may go, the best first. Raises BalancerError.
 
-        `model` is what it names, "" if it could name one and doesn't, None if it can't.
+        `model` is what it names, "" if it could name one and doesn't, None if it can't. `generates` as in
+        `EnginePath`.
         """
         instances = list(fleet.instances)
         if model is not None:
@@ -61,6 +80,10 @@ class Placing:
         able = [each for each in instances if each.is_available and each.role.answers_clients]
         if not able:
             raise NoInstanceError("no instance that could answer this is available")
+        if generates:
+            able = [each for each in able if not self.is_bound(each)]
+        if not able:
+            raise NotSplittableError
         self._turn += 1
         turn = self._turn % len(able)
         now_s = self._clock()

@@ -26,15 +26,13 @@ from balancer.core.errors import (
     EngineRefusedError,
     FleetError,
 )
-from balancer.core.fleet.snapshot import Fleet
-from balancer.core.handlers import Reply, amended_headers
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
+from balancer.core.handlers import Reply, reply_headers
 from balancer.core.http.body import whole
 from balancer.core.http.engine_paths import belongs_to_engines, find_path
 from balancer.core.http.generate import read_generate
 from balancer.core.http.headers import (
-    Headers,
     clean_request_id,
-    drop_header,
     find_header,
     pass_answer_headers,
     pass_request_headers,
@@ -57,7 +55,8 @@ from balancer.dataplane.answers import AnswerPasser
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.encoding import EncodeMeans
 from balancer.dataplane.exchange import Exchange
-from balancer.dataplane.forwarding import Forwarded, Forwarding
+from balancer.dataplane.forwarded_request import Forwarded
+from balancer.dataplane.forwarding import Forwarding
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.jobs import Job
 from balancer.dataplane.leg_sender import EngineKey, LegSender, ReportHealth
@@ -157,13 +156,19 @@ class DataPlane:
             notices=notices,
         )
         self._handling = handling or Handling()
-        placing = Placing(ledger=ledger, clock=clock, vetting=sender.reliability)
+        placing = Placing(
+            ledger=ledger,
+            clock=clock,
+            vetting=sender.reliability,
+            is_bound=partial(_takes_legs_only, connectors),
+        )
         self._forwarding = Forwarding(
             sender=sender,
             settings=settings,
             clock=clock,
             placing=placing,
             scoring=Scoring(reader, router),
+            handling=self._handling,
         )
         self._realtime = Realtime(sender=sender, settings=settings, clock=clock, placing=placing)
 
@@ -286,7 +291,7 @@ class DataPlane:
         if self._handling.is_on:
             judged = await self._handling.judge(request, fleet)
             if isinstance(judged, Reply):
-                await passer.pass_own(judged.status, _reply_headers(judged), judged.body)
+                await passer.pass_own(judged.status, reply_headers(judged), judged.body)
                 return
             request = judged
             _note_request(record, request)
@@ -362,11 +367,10 @@ async def _end_session(error: BalancerError, record: RequestRecord, socket: Clie
             await socket.refuse(told.status, told.headers, told.body)
 
 
-def _reply_headers(reply: Reply) -> Headers:
-    """Of an answer that a handler gave."""
-    more = amended_headers((), {"content-type": reply.media_type, **reply.headers})
-    length = (b"content-length", str(len(reply.body)).encode())
-    return (*drop_header(more, b"content-length"), length)
+def _takes_legs_only(connectors: Mapping[str, Connector], instance: Instance) -> bool:
+    connector = connectors.get(instance.connector)
+    is_decode = instance.role is Role.DECODE
+    return is_decode and connector is not None and connector.needs_prefill(instance)
 
 
 def _bug_facts(error: Exception, record: RequestRecord) -> dict[str, Any]:

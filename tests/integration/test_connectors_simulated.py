@@ -315,6 +315,29 @@ async def test_shared_storage_is_not_used_where_it_would_mix_tenants_up(tmp_path
     assert health.status_code == 200
 
 
+BOUND = [
+    pytest.param("/v1/completions", {"prompt": "a" * 900, "n": 2}, id="not-splittable"),
+    pytest.param(
+        "/v1/messages", {"messages": [{"role": "user", "content": "a" * 900}]}, id="whole"
+    ),
+    pytest.param("/v1/chat/completions/batch", {"messages": []}, id="whole-and-not-scored"),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BOUND)
+async def test_engine_that_waits_for_blocks_gets_no_request_without_a_prefill_leg(
+    path: str, body: dict[str, Any], tmp_path: Path
+) -> None:
+    """In READ mode it would answer from blocks that nobody filled."""
+    async with on_stage(CASES["moriio-read"], "1p1d", tmp_path / "kvlb.yaml") as stage:
+        answer = await stage.http.post(path, json={"model": "sim", "max_tokens": 2, **body})
+        decode = await stage.state("d0")
+
+    assert answer.status_code == 503, answer.text
+    assert "without a prefill leg" in answer.text
+    assert decode["computed_prompt_tokens"] == 0
+
+
 async def test_an_idle_engine_fetches_what_another_holds(tmp_path: Path) -> None:
     """The index names the peer; what was there isn't computed again."""
     case = Case(

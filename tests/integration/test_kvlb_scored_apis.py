@@ -16,6 +16,8 @@ from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from simulator.core.settings import EngineSettings
 
 TURNS = 3
+REASONS = {"m": "aggregated", "d": "not_splittable"}
+"""By the role of who answers: a decode instance would have been sent these prompts by another."""
 LONG = "These are some of the words that a conversation begins with. " * 30
 
 
@@ -86,6 +88,7 @@ async def test_conversation_stays_where_it_is_cached(
                 assert answer.status_code == 200, answer.text
                 headers = answer.headers
                 overlap = int(headers["x-kvlb-overlap-tokens"])
+                assert headers["x-kvlb-reason"] == REASONS[headers["x-kvlb-instance"][0]]
                 seen.append((headers["x-kvlb-instance"], overlap))
             recent = (await http.get(f"{kvlb.url}/explain/recent")).json()["decisions"]
             computed = sum(each["prompt_tokens"] // 16 for each in recent[: len(by_conversation)])

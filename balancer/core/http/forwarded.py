@@ -34,6 +34,7 @@ class ReadBody:
     previous_response: str | None = None
     """Id of a response that this request goes on from."""
     stream: bool = False
+    is_json: bool = False
 
 
 class _Fields(msgspec.Struct):
@@ -75,13 +76,14 @@ def read_body(content_type: bytes, body: PiecedBody, *, generates: bool) -> Read
             raise BadRequestError("the body is nested too deep") from error
         fields = None
     if fields is None:
-        return ReadBody(body=raw)
+        return ReadBody(body=raw, is_json=True)
     previous = fields.previous_response_id
     return ReadBody(
         body=_cleaned(raw) if generates and fields.may_be_forbidden else raw,
         model="" if fields.model is None else fields.model,
         previous_response=previous if isinstance(previous, str) and previous else None,
         stream=fields.stream is True,
+        is_json=True,
     )
 
 

@@ -22,8 +22,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from balancer.core.errors import FleetError, NoInstanceError, OverloadedError
-from balancer.core.fleet.snapshot import NO_CONNECTOR
+from balancer.core.errors import (
+    FleetError,
+    NoInstanceError,
+    NotSplittableError,
+    OverloadedError,
+)
+from balancer.core.fleet.snapshot import NO_CONNECTOR, Role
 from balancer.core.load.ledger import TransferRates
 from balancer.core.routing.cost import LoadedCandidate, RequestShape, TieBreak, uncached_tokens
 from balancer.core.routing.plan import Choice, Reason, RoutePlan
@@ -64,7 +69,7 @@ class Planner:
         judged = [(each, self._judge(shape, facts, each, by_connector)) for each in decode]
         allowed = {each.candidate.rank: verdict for each, verdict in judged if verdict.allowed}
         if not allowed:
-            raise _nobody_prefills(facts)
+            raise _nobody_prefills(facts, judged)
         sources = self._sources(shape, by_connector, judged, draw)
         weighed = [
             self._weigh(each, verdict, facts, sources) if verdict.remote else each
@@ -93,11 +98,12 @@ class Planner:
         *,
         scored: bool,
     ) -> RoutePlan:
-        """What `plan` comes to where every candidate is a mixed instance: who, and nothing else."""
+        """Who, and nothing else: every candidate is mixed, or the request is handed over whole."""
         considered = self.policy.choose(shape, candidates, draw)
+        is_mixed = considered[0].candidate.instance.role is not Role.DECODE
         return RoutePlan(
             decode=considered[0],
-            reason=Reason.AGGREGATED,
+            reason=Reason.AGGREGATED if is_mixed else Reason.NOT_SPLITTABLE,
             prompt_tokens=shape.prompt_tokens if scored else None,
             considered=tuple(considered),
         )
@@ -188,7 +194,11 @@ class Planner:
         )
 
 
-def _nobody_prefills(facts: SplitFacts) -> FleetError:
+def _nobody_prefills(
+    facts: SplitFacts, judged: Sequence[tuple[LoadedCandidate, Verdict]]
+) -> FleetError:
+    if all(verdict.reason is Reason.NOT_SPLITTABLE for _, verdict in judged):
+        return NotSplittableError()
     if facts.prefill_full:
         return OverloadedError("every prefill instance of this model is at its limit of requests")
     return NoInstanceError("no prefill instance of this model is available")

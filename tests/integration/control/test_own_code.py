@@ -155,7 +155,7 @@ def test_policy_that_cannot_be_is_refused_at_start(own: Any, path: str, says: st
         ("{}:Backwards", r"has no method __call__\(request\)"),
     ],
 )
-@pytest.mark.parametrize("key", ["completion", "chat_completion"])
+@pytest.mark.parametrize("key", ["completion", "chat_completion", "forwarded"])
 def test_handler_that_cannot_be_is_refused_at_start(
     own: Any, key: str, path: str, says: str
 ) -> None:
@@ -232,3 +232,66 @@ async def test_class_is_made_once(engine: Any, balancer_factory: Any, own: Any) 
     messages = [each.json()["error"]["message"] for each in answers]
     assert messages == ["/v1/chat/completions 1", "/v1/chat/completions 2"]
     assert answers[0].status_code == 403
+
+
+FORM = {"model": (None, "tiny"), "file": ("a.wav", b"sound")}
+MESSAGE = {"model": "tiny", "max_tokens": 1, "messages": CHAT["messages"]}
+WHOLE = {
+    "/v1/messages": MESSAGE,
+    "/v1/responses": {"model": "tiny", "input": "hi"},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}},
+    "/v1/embeddings": {"model": "tiny", "input": "hi"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("path", WHOLE)
+async def test_handler_sees_what_is_handed_over_whole(
+    engine: Any, balancer_factory: Any, own: Any, path: str
+) -> None:
+    """Refused, answered or changed, as what is split."""
+    engine.answers = dict.fromkeys(WHOLE, (200, b"{}"))
+    config = {"instances": [{"url": engine.url}], "handlers": {"forwarded": own(":gate")}}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        calls = engine.calls(path)
+        refused = await ask(balancer, "refuse", path, WHOLE[path])
+        replied = await ask(balancer, "reply", path, WHOLE[path])
+        failed = await ask(balancer, "fail", path, WHOLE[path])
+        stopped = engine.calls(path) - calls
+        amended = await ask(balancer, "amend", path, WHOLE[path])
+        marked = await ask(balancer, "mark", path, WHOLE[path])
+        passed = await ask(balancer, "nothing", path, WHOLE[path])
+        chat = await ask(balancer, "refuse", "/v1/chat/completions", CHAT)
+        bodies = [(body, headers) for at, body, headers in engine.received if at == path][calls:]
+
+    asked = (refused, replied, failed, amended, marked, passed, chat)
+    assert [each.status_code for each in asked] == [429, 200, 503, 200, 200, 200, 200]
+    assert (replied.json(), replied.headers["x-cache"]) == ({"cached": True}, "hit")
+    assert stopped == 0
+    assert bodies[0][0] == {**WHOLE[path], "user": "u1"}
+    assert [body for body, _ in bodies[1:]] == [WHOLE[path]] * 2
+    assert [headers.get("x-tenant") for _, headers in bodies] == ["t1", "t2", None]
+
+
+async def test_handler_sees_requests_that_are_no_json(
+    engine: Any, balancer_factory: Any, own: Any
+) -> None:
+    """Forms and reads of kept responses can be refused; what is in a form can't be changed."""
+    config = {"instances": [{"url": engine.url}], "handlers": {"forwarded": own(":gate")}}
+    async with balancer_factory(config) as balancer:
+        await balancer.available()
+        http, audio = balancer.http, "/v1/audio/transcriptions"
+        refused = await http.post(audio, files=FORM, headers={"x-do": "refuse"})
+        changed = await http.post(audio, files=FORM, headers={"x-do": "amend"})
+        unread = await http.get("/v1/responses/resp_1", headers={"x-do": "refuse"})
+        broken = await http.post(
+            "/v1/messages",
+            content=b"{",
+            headers={"x-do": "refuse", "content-type": "application/json"},
+        )
+        unknown = await ask(balancer, "refuse", "/v1/embeddings", {"model": "nope"})
+
+    asked = (refused, changed, unread, broken, unknown)
+    assert [each.status_code for each in asked] == [429, 503, 429, 429, 404]
+    assert engine.calls(audio) == 0
