@@ -236,7 +236,7 @@ async def test_class_is_made_once(engine: Any, balancer_factory: Any, own: Any) 
 
 FORM = {"model": (None, "tiny"), "file": ("a.wav", b"sound")}
 MESSAGE = {"model": "tiny", "max_tokens": 1, "messages": CHAT["messages"]}
-WHOLE = {
+WHOLE: dict[str, dict[str, Any]] = {
     "/v1/messages": MESSAGE,
     "/v1/responses": {"model": "tiny", "input": "hi"},
     "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}},
