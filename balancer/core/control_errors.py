@@ -20,3 +20,7 @@ class EngineDrainingError(EngineCallError):
 
 class TokenizeRefusedError(EngineCallError):
     """The engine refuses this very prompt: it is well, the request is not."""
+
+
+class RenderAbsentError(EngineCallError):
+    """This engine renders nothing on this path: it is too old, or wasn't started for it."""

@@ -14,17 +14,23 @@ from balancer.core.control_errors import (
     NAME_UNKNOWN,
     EngineCallError,
     EngineDrainingError,
+    RenderAbsentError,
     TokenizeRefusedError,
 )
 from balancer.core.fleet.cache_config import parse_cache_tokens
 from balancer.core.fleet.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
 from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
 from balancer.core.http.own_mark import balancer_reason
+from balancer.core.prompt.rendered import Rendered, RenderQuestion, read_rendered
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
 
 KEEP_ALIVE_S = 4.0
 """Below the 5 s after which engines close an idle connection without a word."""
+
+_REFUSED = frozenset({400, 413, 422})
+_ABSENT = frozenset({403, 404, 405, 501})
+"""403: there, but off (vLLM 0.30 and later); 501: the Rust frontend's."""
 
 
 class _Tokenized(msgspec.Struct):
@@ -182,12 +188,28 @@ class EngineClient:
     async def tokenize(self, instance: InstanceId, body: Mapping[str, Any]) -> Sequence[int]:
         """Ids that the engine makes of a prompt. Raises TokenizeRefusedError, EngineCallError."""
         answer = await self._call("POST", instance, "/tokenize", body)
-        if answer.status_code in {400, 413, 422}:
+        if answer.status_code in _REFUSED:
             raise TokenizeRefusedError("refused")
         _refuse_failure(answer)
         try:
             return msgspec.json.decode(answer.content, type=_Tokenized).tokens
         except msgspec.DecodeError as error:
+            raise EngineCallError("bad_answer") from error
+
+    async def render(self, instance: InstanceId, question: RenderQuestion) -> Sequence[Rendered]:
+        """The prompts that the engine would make of a request.
+
+        Raises RenderAbsentError, TokenizeRefusedError or EngineCallError.
+        """
+        answer = await self._call("POST", instance, question.path, question.body)
+        if answer.status_code in _ABSENT:
+            raise RenderAbsentError("no_render")
+        if answer.status_code in _REFUSED:
+            raise TokenizeRefusedError("refused")
+        _refuse_failure(answer)
+        try:
+            return read_rendered(answer.content)
+        except (msgspec.DecodeError, ValueError) as error:
             raise EngineCallError("bad_answer") from error
 
     async def command(

@@ -1,7 +1,7 @@
 """From a request to the tokens its engine will see, within a deadline, or a reason why not.
 
 Ids are used as they are. Text and chat go to the model's own tokenizer in threads, or to an
-engine's `/tokenize`; either way they are remembered, so that a repeated prompt is free, and of a
+engine's render endpoint or `/tokenize`; either way they are remembered, so that a repeated prompt is free, and of a
 conversation's next turn only what is new is read. Local tokens are compared with the engine's by
 sample (`balancer/tokens/parity.py`); a model that failed that is the engine's alone. Whatever goes
 wrong here costs cache knowledge, never a request.
@@ -16,6 +16,7 @@ from balancer.core.prompt.any_shape import shape_prompt
 from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.prompt.limits import PromptLimits, find_model_tokens
 from balancer.core.prompt.media_prefix import guess_rest_tokens
+from balancer.core.prompt.rendered import answer_shape
 from balancer.core.prompt.shape import (
     ChatShape,
     IdsShape,
@@ -28,21 +29,12 @@ from balancer.core.prompt.shape import (
 from balancer.core.prompt.token_cache import Tokens
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.settings.control import TokensSettings
-from balancer.tokens.engine_tokens import EngineTokenizer, EngineTokens
+from balancer.tokens.engine_tokens import ENGINE_MAY_KNOW, EngineTokenizer, EngineTokens
 from balancer.tokens.parity import ParityWatch
 from balancer.tokens.pool import TokenPool
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 
-ENGINE_MAY_KNOW = frozenset(
-    {
-        Unscorable.NO_TOKENIZER,
-        Unscorable.TOKENIZER_FAILED,
-        Unscorable.UNSUPPORTED_FIELD,
-        Unscorable.PARITY,
-    }
-)
-"""What the local tokenizer can't do and an engine perhaps can."""
 HAS_NO_OPENING = frozenset(
     {
         Unscorable.BAD_TOKENS,
@@ -136,13 +128,13 @@ class PromptReader:
         try:
             tokens, source = await self._tokenize_here(request, shape, ends_s)
         except UnscorableError as error:
-            if error.reason not in ENGINE_MAY_KNOW or self._engine is None:
+            if self._engine is None or not self._engine.may_know(fleet, request, error.reason):
                 raise
         else:
             if self._parity is not None:
                 self._parity.offer(fleet, request, shape, tokens)
             return tokens, source
-        key = shape_digest(shape, request.model)
+        key = shape_digest(shape, request.model, answer_shape(request))
         known = self._pool.recall(key)
         if known is not None:
             return known, "cache"

@@ -105,6 +105,27 @@ def _blocks(packed: bytes, width: int) -> Iterator[bytes]:
     return chain.from_iterable(chain(*cut))
 
 
+class MediumPlace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A picture, sound or film in a prompt."""
+
+    identifier: str
+    """Under which engines hash the blocks that it reaches into."""
+    offset_tokens: int
+    tokens: int
+
+
+def media_extras(places: Iterable[MediumPlace], block_size: int) -> Mapping[int, bytes]:
+    """What media add to the blocks that they reach into, by number; `places` in their order."""
+    parts: dict[int, list[tuple[str, int]]] = {}
+    for place in places:
+        first = place.offset_tokens // block_size
+        last = (place.offset_tokens + max(1, place.tokens) - 1) // block_size
+        for number in range(first, last + 1):
+            offset = place.offset_tokens - number * block_size
+            parts.setdefault(number, []).append((place.identifier, offset))
+    return {number: pack_extras(each) for number, each in parts.items()}
+
+
 def pack_extras(parts: Iterable[object]) -> bytes:
     """One block's extras as bytes that no other parts spell.
 

@@ -27,7 +27,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from indexer.core.block_rows import GroupRows, RankFacts
-from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
+from indexer.core.hashing import (
+    MediumPlace,
+    Namespace,
+    block_keys,
+    media_extras,
+    pack_tokens,
+    root_key,
+)
 from indexer.core.types import BlockKey, EngineHash, RankId, Tier, Trust
 
 
@@ -173,7 +180,15 @@ class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Prompt:
     """A prompt as the index sees it: namespace and tokens, hashed once per block size asked."""
 
-    __slots__ = ("_backwards", "_creditable_tokens", "_keys", "_packed", "namespace", "tokens")
+    __slots__ = (
+        "_backwards",
+        "_creditable_tokens",
+        "_keys",
+        "_media",
+        "_packed",
+        "namespace",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -181,14 +196,18 @@ class Prompt:
         token_ids: Sequence[int],
         *,
         creditable_tokens: int | None = None,
+        media: Sequence[MediumPlace] = (),
     ) -> None:
         """Only the first `creditable_tokens` can be matched (text before an image); None: all.
+
+        `media`: pictures and the like whose tokens are among `token_ids`, in their order.
 
         Raises OverflowError or TypeError if a token id is not an unsigned 32-bit int.
         """
         self.namespace = namespace
         self.tokens = len(token_ids)
         self._packed = pack_tokens(token_ids)
+        self._media = media
         self._creditable_tokens = self.tokens if creditable_tokens is None else creditable_tokens
         self._keys: dict[int, Sequence[BlockKey]] = {}
         self._backwards: dict[int, Sequence[BlockKey]] = {}
@@ -197,7 +216,8 @@ class Prompt:
         """Keys of the prompt's full, creditable blocks."""
         keys = self._keys.get(block_size)
         if keys is None:
-            keys = block_keys(root_key(self.namespace), self._packed, block_size)
+            extras = media_extras(self._media, block_size) if self._media else None
+            keys = block_keys(root_key(self.namespace), self._packed, block_size, extras)
             credited = self._creditable_tokens // block_size
             keys = keys if credited >= len(keys) else keys[:credited]
             self._keys[block_size] = keys

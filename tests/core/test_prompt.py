@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.core.hashing import Namespace
+from indexer.core.hashing import (
+    MediumPlace,
+    Namespace,
+    block_keys,
+    pack_extras,
+    pack_tokens,
+    root_key,
+)
 from indexer.core.index import GroupKind, GroupSpec, PrefixMatch, Prompt
 from indexer.core.types import Tier, Trust
 
@@ -84,3 +91,30 @@ def test_overlap_is_the_sum_of_the_tiers() -> None:
     )
 
     assert match.tokens == 48
+
+
+@pytest.mark.parametrize(
+    ("places", "extras"),
+    [
+        pytest.param([("a", 3, 2)], {0: [("a", 3)], 1: [("a", -1)]}, id="over-a-border"),
+        pytest.param([("a", 4, 4)], {1: [("a", 0)]}, id="a-whole-block"),
+        pytest.param([("a", 1, 1), ("b", 2, 1)], {0: [("a", 1), ("b", 2)]}, id="two-in-a-block"),
+        pytest.param([("a", 9, 0)], {2: [("a", 1)]}, id="empty"),
+    ],
+)
+def test_media_are_part_of_the_blocks_they_reach_into(
+    places: list[tuple[str, int, int]], extras: dict[int, list[tuple[str, int]]]
+) -> None:
+    """As engines tell of them: identifier, and where it begins as seen from the block."""
+    media = [
+        MediumPlace(identifier=name, offset_tokens=offset, tokens=tokens)
+        for name, offset, tokens in places
+    ]
+    told = {number: pack_extras(parts) for number, parts in extras.items()}
+
+    keys = Prompt(NAMESPACE, range(12), media=media).keys(4)
+
+    assert list(keys) == list(
+        block_keys(root_key(NAMESPACE), pack_tokens(range(12)), 4, extras=told)
+    )
+    assert list(keys) != list(Prompt(NAMESPACE, range(12)).keys(4))

@@ -128,10 +128,12 @@ def check_text_length(tokens: int, truncation: Truncation | None) -> None:
         raise UnscorableError(Unscorable.TRUNCATED)
 
 
-def shape_digest(shape: TextShape | ChatShape, model: str) -> bytes:
+def shape_digest(
+    shape: TextShape | ChatShape, model: str, more: Mapping[str, Any] | None = None
+) -> bytes:
     """Key under which the tokens of this prompt are remembered. Raises UnscorableError."""
     try:
-        encoded = msgspec.msgpack.encode((type(shape).__name__, model, shape))
+        encoded = msgspec.msgpack.encode((type(shape).__name__, model, shape, more))
     except (UnicodeEncodeError, OverflowError) as error:  # a lone surrogate, an int over 64 bits
         raise UnscorableError(Unscorable.BAD_PROMPT) from error
     return xxh3_128_digest(encoded)

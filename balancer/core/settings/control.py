@@ -181,7 +181,8 @@ class TokensSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     switches the model to the engine's tokens until the balancer is restarted, and raises an alarm.
     0: they are never compared."""
     engine_fallback: bool = True
-    """Ask an engine's `/tokenize` where there is no local tokenizer, or where it gave other tokens."""
+    """Ask an engine (its render endpoint if it has one, else `/tokenize`) where there is no local
+    tokenizer, or where it gave other tokens."""
     engine_concurrency: PositiveInt = 32
     """Such calls under way at once; what comes on top is routed by load."""
     breaker_failures: PositiveInt = 3

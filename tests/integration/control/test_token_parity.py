@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from balancer.core.control_errors import EngineCallError, TokenizeRefusedError
+from balancer.core.control_errors import EngineCallError, RenderAbsentError, TokenizeRefusedError
 from balancer.core.fleet.snapshot import Fleet
+from balancer.core.prompt.rendered import Rendered, RenderQuestion
 from balancer.core.prompt.shape import TextShape
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.request import Endpoint, GenerateRequest
@@ -42,6 +43,9 @@ class TellingEngine:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def render(self, _instance: InstanceId, _question: RenderQuestion) -> Sequence[Rendered]:
+        raise RenderAbsentError("no_render")
 
 
 @dataclass
