@@ -177,13 +177,16 @@ class RankKeeper:
             self._due.set()
 
     async def _slices(self, batch: EventBatch, payload: bytes) -> AsyncIterator[EventBatch]:
-        """A long batch in pieces, with a turn for others after each."""
+        """A long batch in pieces, with a turn for others between them."""
         if len(payload) < _LONG_PAYLOAD_BYTES:
             yield batch
             return
+        is_first = True
         for piece in slices(batch, _SLICE_BLOCKS):
+            if not is_first:
+                await self._turns.pass_on()
+            is_first = False
             yield piece
-            await self._turns.pass_on()
 
     async def prune(self, blocks: RankBlocks, find: Callable[[], Sequence[BlockRemoved]]) -> None:
         """Take out what `find` says the engine doesn't hold. Batch number and epoch stay."""

@@ -129,6 +129,13 @@ async def test_long_batch_is_never_written_in_part(kept: Kept) -> None:
     assert set(written) <= {1, blocks, blocks + 1}
 
 
+async def test_batch_of_few_blocks_is_taken_in_at_once(kept: Kept) -> None:
+    """Its tokens alone make it long. Giving way after each such batch would write each by itself."""
+    taken_in = kept.apply(stored(1), payload=bytes(5000))
+    with pytest.raises(StopIteration):
+        taken_in.send(None)
+
+
 async def test_log_has_the_name_of_now(kept: Kept) -> None:
     """An instance can be renamed while it is followed."""
     kept.keeper.rename("new")
