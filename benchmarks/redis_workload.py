@@ -26,7 +26,8 @@ from indexer.rank_keeper import RankKeeper
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
-from indexer.turns import TURN_S, Turns
+from indexer.turns import WRITING_TURN_S, Turns
+from kvlb.event_loop import spare_startup_objects
 
 MODEL = "model"
 BLOCK_SIZE = 16
@@ -179,12 +180,12 @@ async def apply_at(ranks: Sequence[WrittenRank], blocks_per_s: float) -> None:
     feeds = cycle([(rank, iter(cycle(frames))) for rank in ranks])
     began_s, fed = time.monotonic(), 0.0
     while True:
-        until_s = time.monotonic() + TURN_S
+        until_s = time.monotonic() + WRITING_TURN_S
         while fed < (time.monotonic() - began_s) * blocks_per_s and time.monotonic() < until_s:
             rank, feed = next(feeds)
             await rank.take_in(next(feed))
             fed += per_frame
-        await asyncio.sleep(TURN_S)
+        await asyncio.sleep(WRITING_TURN_S)
 
 
 async def _serve(url: str, count: int, tokens: int, blocks_per_s: float) -> None:
@@ -205,4 +206,5 @@ async def _serve(url: str, count: int, tokens: int, blocks_per_s: float) -> None
 
 if __name__ == "__main__":
     _url, _ranks, _tokens, _rate = sys.argv[1:]
+    spare_startup_objects()
     uvloop.run(_serve(_url, int(_ranks), int(_tokens), float(_rate)))
