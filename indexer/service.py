@@ -27,6 +27,7 @@ from indexer.ports import Ports
 from indexer.rank_writer import WritingMeans
 from indexer.report_desk import ReportDesk
 from indexer.sources import FoundSources, SourceError, find_sources
+from indexer.turns import TURN_S, WRITING_TURN_S, Turns
 
 _logger = structlog.get_logger(__name__)
 
@@ -114,6 +115,7 @@ class IndexerService:
             wall_clock=wall_clock,
             on_progress=self._progress.ring,
             journal=journal,
+            turns=Turns(TURN_S if journal is None else WRITING_TURN_S),
             tree=BlockTree(is_read=getattr(index, "reads_tables", False)),
         )
         self._desk = ReportDesk(reports, self._followed)

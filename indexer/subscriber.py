@@ -37,7 +37,7 @@ from indexer.core.stream_effects import (
 from indexer.core.types import Trust
 from indexer.core.witness import Evidence
 from indexer.sockets import ReplaySocket, SocketError
-from indexer.turns import TURN_S, Turns
+from indexer.turns import Turns
 
 _logger = structlog.get_logger(__name__)
 
@@ -223,7 +223,7 @@ class RankSubscriber:
         return self.stream.on_rebuild_wanted()
 
     async def _yield_turn(self) -> None:
-        if self._clock() - self._turn_began_s > TURN_S:
+        if self._clock() - self._turn_began_s > self.turns.turn_s:
             await self.turns.pass_on()
             self._turn_began_s = self._clock()
 
