@@ -12,6 +12,8 @@ Rules:
 4. A failed prefill leg is repeated on another prefill instance as long as the router offers one,
    then the decode instance does it all, or the request fails with 503, as the operator chose.
    What the client got wrong (4xx of the prefill engine) is its answer: decode never starts.
+   Where a hand-over failed, its prefill engine is known as down by then, and no other is left, that is told:
+   503, not 502.
 5. If one leg of a pair dies, or the client leaves, the other is cancelled and its connection
    closed before anything else happens.
 6. What has to be encoded is encoded before any other leg (`dataplane.encoding`).
@@ -20,7 +22,8 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Final
 
 from balancer.connectors.contract import Connector, LegContext, Notice, NoTransferError
 from balancer.core.errors import (
@@ -28,9 +31,11 @@ from balancer.core.errors import (
     EngineError,
     EngineUnreachableError,
     FleetError,
+    HandOverFailedError,
     LeaseEndedError,
+    NoInstanceError,
 )
-from balancer.core.fleet.snapshot import Fleet
+from balancer.core.fleet.snapshot import Fleet, Role
 from balancer.core.reliability.suspects import Suspects
 from balancer.core.routing.conversations import Conversations
 from balancer.core.routing.full_reports import FullReports
@@ -58,6 +63,9 @@ from balancer.fleet.transfer_notices import Arrival, TransferNotices
 from balancer.routing.route import Route
 from balancer.routing.router import Router
 from indexer.core.types import RankId
+
+OTHER_LEG_S: Final = 0.1
+"""As long is waited for the prefill leg to fail, too, when a hand-over has: a refused connection takes less."""
 
 
 class Legs:
@@ -179,7 +187,7 @@ class Legs:
                 break
         else:
             assert failed is not None  # noqa: S101  else it was raised
-            raise failed  # nobody is left: what went wrong is the answer
+            raise _last_word(fleet, job, failed)  # nobody is left
         note_plan(job.record, route.plan)
         self._claim(route.plan)
         return route
@@ -289,6 +297,23 @@ class Legs:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(prefill())
-                await self._carrier.decode(job, route, leg, deliver_after_prefill)
+                try:
+                    await self._carrier.decode(job, route, leg, deliver_after_prefill)
+                except HandOverFailedError:
+                    # The prefill leg knows better why, if it fails: its error ends this block.
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(OTHER_LEG_S):
+                            await prefilled.wait()
+                    raise
         except ExceptionGroup as group_error:
             raise group_error.exceptions[0] from group_error
+
+
+def _last_word(fleet: Fleet, job: Job, failed: BalancerError) -> BalancerError:
+    """What went wrong is the answer. Of a hand-over it may be that nobody can hand over any more."""
+    if isinstance(failed, HandOverFailedError):
+        serving = fleet.serving(job.request.model)
+        filling = [each for each in serving if each.role is Role.PREFILL]
+        if filling and not any(each.is_available for each in filling):
+            return NoInstanceError("no prefill instance of this model is available")
+    return failed

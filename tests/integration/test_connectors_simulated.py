@@ -277,6 +277,21 @@ async def loading_decode(stage: Stage) -> RunningEngine:
             await asyncio.sleep(0.002)
 
 
+@pytest.mark.parametrize("name", ["nixl", "nixl-push", "mooncake", "moriio-write", "p2p-nccl"])
+async def test_without_a_prefill_engine_left_it_is_a_503(name: str, tmp_path: Path) -> None:
+    """Before anybody knows that they are gone, and after; streamed and not."""
+    async with on_stage(CASES[name], "2p2d", tmp_path / "kvlb.yaml") as stage:
+        for each in stage.fleet.engines:
+            if each.role == "prefill":
+                await stage.fleet.stop(each)
+        answers = [await stage.complete(number, stream=number % 2 == 1) for number in range(4)]
+
+    assert [answer.status_code for answer in answers] == [503] * 4
+    codes = [answer.json()["error"]["code"] for answer in answers]
+    assert set(codes) <= {"prefill_failed", "no_instance"}
+    assert codes[-1] == "no_instance"
+
+
 @pytest.mark.parametrize("name", ["mooncake", "nixl-push"])
 async def test_a_prefill_engine_that_restarts_is_known_anew(name: str, tmp_path: Path) -> None:
     """Its engine id is another one, which is asked for with the next probe."""

@@ -1,12 +1,15 @@
 """What the decode instance refuses after a prefill leg that went well reaches the client."""
 
+import asyncio
 import socket
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.transfer import NixlPushSettings
 
 COMPLETIONS = "/v1/completions"
 
@@ -72,3 +75,53 @@ async def test_decode_error_is_the_clients_answer(
     error = answer.json()["error"]
     assert error.get("code") == code
     assert code is not None or error["message"] == f"no {status}"
+
+
+LONG = {"model": "m", "prompt": list(range(1000))}
+
+
+async def test_hand_over_of_an_engine_that_is_known_as_gone_is_a_503(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """By the time that nobody else is found: no prefill instance is left, and that is what is told."""
+
+    async def lose_the_other(received: Any, wire: Any) -> None:
+        p0, d0 = proxy.fleet.instances
+        proxy.fleet = replace(proxy.fleet, instances=(replace(p0, healthy=False), d0))
+        await wire.json({"error": {"message": "load failed"}}, 500)
+
+    async with engine(prefill_ok) as p, engine(lose_the_other) as d:
+        fleet = (
+            instance(p, "p0", role=Role.PREFILL, connector="nixl"),
+            instance(d, "d0", role=Role.DECODE, connector="nixl"),
+        )
+        async with balancer(*fleet) as proxy:
+            answer = await client.post(proxy.url + COMPLETIONS, json=LONG)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_instance")
+
+
+async def test_a_prefill_engine_that_dies_tells_more_than_the_load_that_failed_of_it(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Both legs fail within a moment, whichever comes first: its prefill failed."""
+    failed = asyncio.Event()
+
+    async def die_after_the_other(received: Any, wire: Any) -> None:
+        await failed.wait()
+        wire.close()
+
+    async def fail_to_load(received: Any, wire: Any) -> None:
+        await wire.json({"error": {"message": "load failed"}}, 500)
+        failed.set()
+
+    async with engine(die_after_the_other) as p, engine(fail_to_load) as d:
+        push = NixlPushSettings(engine_id="e")
+        fleet = (
+            instance(p, "p0", role=Role.PREFILL, connector="nixl_push", transfer=push),
+            instance(d, "d0", role=Role.DECODE, connector="nixl_push", transfer=push),
+        )
+        async with balancer(*fleet) as proxy:
+            answer = await client.post(proxy.url + COMPLETIONS, json=LONG)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "prefill_failed")
