@@ -19,6 +19,7 @@ from balancer.core.fleet.snapshot import Fleet
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.routing.pd_metrics import PdMetrics
 from balancer.series import Counter, CounterSeries, Histogram, HistogramSeries
+from balancer.usual_series import Kind, UsualSeries, usual_kind
 
 OTHER = "other"
 """Label of everything that isn't known."""
@@ -77,6 +78,7 @@ class BalancerMetrics:
     def __init__(self, registry: CollectorRegistry, fleet: Callable[[], Fleet]) -> None:
         self._fleet = fleet
         self._known = _Names(fleet())
+        self._usual: dict[Kind, UsualSeries] = {}
         self._define(registry)
         self._pd = PdMetrics(registry)
         self._define_tokens(registry)
@@ -253,6 +255,13 @@ class BalancerMetrics:
     def observe(self, record: RequestRecord) -> None:
         """Count one finished request."""
         names = self._names()
+        kind = usual_kind(record)
+        if kind is not None and record.ended_s is not None:
+            usual = self._usual.get(kind)
+            if usual is None:
+                usual = self._usual[kind] = self._usual_series(names, record, kind)
+            usual.observe(record.ended_s - record.arrived_s, record.legs[0])
+            return
         model = names.models.get(record.model, OTHER)  # clients can send any name
         path = record.path if record.path in PATHS else OTHER
         status = f"{record.status // 100}xx" if record.status else "none"
@@ -288,6 +297,7 @@ class BalancerMetrics:
     def forget_absent(self, fleet: Fleet) -> None:
         """Drop the series of instances that are not in `fleet` any more."""
         known = _Names(fleet).aliases
+        self._usual.clear()
         for each in (self._first_byte, self._inter_token, self._legs):
             each.forget(1, known)
         self._encode_seconds.forget(0, known)
@@ -298,7 +308,26 @@ class BalancerMetrics:
         fleet = self._fleet()
         if fleet is not self._known.fleet:
             self._known = _Names(fleet)
+            self._usual.clear()
         return self._known
+
+    def _usual_series(self, names: _Names, record: RequestRecord, kind: Kind) -> UsualSeries:
+        model = names.models.get(record.model, OTHER)
+        path = record.path if record.path in PATHS else OTHER
+        alias = self._alias(record.legs[0])
+        _, _, status, _, source, unscorable, reason = kind
+        return UsualSeries(
+            requests=self._requests[model, path, f"{status // 100}xx", "ok"],
+            duration=self._duration[model, path],
+            tokenize=self._tokenize[source, unscorable],
+            skipped=self._prefill_legs["skipped", str(reason)],
+            legs=self._legs["decode", alias, "ok"],
+            cached=self._cached[model, "decode"],
+            cached_of=self._cached_of[model, "decode"],
+            completion=self._completion[model,],
+            delivered=self._delivered[model,],
+            delivered_of=self._delivered_of[model,],
+        )
 
     def _observe_decision(self, record: RequestRecord, model: str) -> None:
         """What was decided, what it was based on, and what the cache really saved."""

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from datetime import UTC, datetime
+from time import time_ns
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -27,8 +28,27 @@ from balancer.core.record import RequestRecord
 from balancer.core.request_line import request_line
 from balancer.dataplane.request_log import REQUEST_DONE, LogRequest
 
+_REQUEST_DONE: Final = REQUEST_DONE.encode()
 LATEST_S: Final = 0.5
 MOST_WAITING: Final = 64
+
+
+class Moments:
+    """Timestamps as `_now` has them; a second is spelt once."""
+
+    __slots__ = ("_second", "_told")
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._told = b""
+
+    def spell(self, unix_ns: int) -> bytes:
+        """A moment, in UTC."""
+        second, ns = divmod(unix_ns, 1_000_000_000)
+        if second != self._second:
+            self._second = second
+            self._told = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S").encode()
+        return b"%b.%06dZ" % (self._told, ns // 1000)
 
 
 class LineLog:
@@ -40,6 +60,7 @@ class LineLog:
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._is_due = False
+        self._moments = Moments()
 
     def __call__(self, *_: Any) -> "LineLog":
         return self
@@ -56,7 +77,7 @@ class LineLog:
         told = msgspec.json.encode(request_line(record))
         self._waiting.append(
             b'%b,"event":"%b","level":"info","timestamp":"%b"}\n'
-            % (told[:-1], REQUEST_DONE.encode(), _now().encode())
+            % (told[:-1], _REQUEST_DONE, self._moments.spell(time_ns()))
         )
         if len(self._waiting) >= MOST_WAITING:
             self.flush()

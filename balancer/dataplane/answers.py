@@ -70,7 +70,9 @@ class AnswerPasser:
             return self._pass_events(decoded, headers, withhold_usage=withhold_usage)
         if answer.is_encoded:
             return self._pass_unread(decoded, headers)
-        return self._pass_whole(decoded, headers)
+        if answer.is_over and len(decoded.first) < _MAX_HELD_BYTES:
+            return self._pass_held(decoded, decoded.first, headers)
+        return self._pass_gathered(decoded, headers)
 
     async def pass_forwarded(
         self,
@@ -157,15 +159,17 @@ class AnswerPasser:
         await self._start(decoded.answer.status, headers)
         await self._pass_rest(decoded.answer, decoded.first)
 
-    async def _pass_whole(self, decoded: DecodeAnswer, headers: Headers) -> None:
+    async def _pass_gathered(self, decoded: DecodeAnswer, headers: Headers) -> None:
+        """Hold what is no stream until it is complete, or too large for that."""
         answer = decoded.answer
-        held = decoded.first
-        if not answer.is_over:
-            held = await _more(answer, held)
+        held = await _more(answer, decoded.first)
         if len(held) >= _MAX_HELD_BYTES:
             await self._start(answer.status, headers)
             await self._pass_rest(answer, held)
             return
+        await self._pass_held(decoded, held, headers)
+
+    def _pass_held(self, decoded: DecodeAnswer, held: bytes, headers: Headers) -> Awaitable[None]:
         decoded.guard.first_token()
         _note_usage(decoded, usage_of(held))
         if decoded.keep is not None:
@@ -174,7 +178,7 @@ class AnswerPasser:
         if details is not None:
             held = with_details(held, details)
             headers = _with_length(headers, len(held))
-        await self._send(answer.status, headers, held)
+        return self._send(decoded.answer.status, headers, held)
 
     async def _pass_rest(
         self,

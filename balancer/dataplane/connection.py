@@ -64,16 +64,17 @@ class UpstreamAnswer:
         self._has_news = False
         self._quiet_since_s = self._loop.time()
 
-    async def head(self) -> None:
-        """Wait for status and headers."""
-        while self.status == 0:
-            if self._error is not None:
-                raise self._error
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+    def news(self) -> asyncio.Future[None]:
+        """Done when something has come; `status` is 0 until the headers have. Raises EngineError."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        return self._waiter
+
+    @property
+    def piece(self) -> bytes:
+        """What of the body comes next, if it is here."""
+        return self._chunks[0] if self._chunks else b""
 
     @property
     def is_over(self) -> bool:

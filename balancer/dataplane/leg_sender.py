@@ -48,6 +48,7 @@ class LegSender:
         self._report_health = report_health
         self._clock = clock
         self._tracing = tracing
+        self.traces = tracing.is_on
         self.engine_key = engine_key
 
     def send(

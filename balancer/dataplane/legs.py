@@ -21,7 +21,7 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final
 
@@ -40,6 +40,7 @@ from balancer.core.reliability.suspects import Suspects
 from balancer.core.routing.conversations import Conversations
 from balancer.core.routing.full_reports import FullReports
 from balancer.core.routing.plan import RoutePlan
+from balancer.core.routing.unread import UNREAD
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.admission import Admission
 from balancer.dataplane.encoding import EncodeMeans, RequestMedia
@@ -60,7 +61,7 @@ from balancer.dataplane.one_leg import (
     PrefillLegError,
 )
 from balancer.fleet.transfer_notices import Arrival, TransferNotices
-from balancer.routing.route import Route
+from balancer.routing.route import Route, UnreadRoute
 from balancer.routing.router import Router
 from indexer.core.types import RankId
 
@@ -116,13 +117,15 @@ class Legs:
         failed: BalancerError | None = None
         without_prefill = False
         media = self._encode.media_of(job)
+        route = self._route_unread(job) if media is None and job.prompt is UNREAD else None
         while True:
-            if media is not None:
-                job = await media.ready(None)
-            route = await self._route(job, suspects, failed, without_prefill=without_prefill)
+            if route is None:
+                job, route = await self._next(
+                    job, media, suspects, failed, without_prefill=without_prefill
+                )
             try:
                 with route:
-                    await self._carry_route(job, media, route, deliver)
+                    await self._carried(job, media, route, deliver)
             except PrefillLegError as error:
                 failed, without_prefill = error.cause, True
             except (EngineError, LeaseEndedError) as error:
@@ -137,10 +140,42 @@ class Legs:
                     self._sender.doubt(doubted)
             else:
                 return
+            route = None
 
     def _may_repeat(self, job: Job, error: BalancerError, *, is_redone: bool) -> bool:
         """Whether trying again is safe, and all requests together don't do so too much."""
         return (error.retryable or is_redone) and self._reliability.may_retry(job.record)
+
+    def _route_unread(self, job: Job) -> Route | None:
+        """Decide at once; None: it has to wait for room, or its steps are wanted for a trace."""
+        if self._sender.traces or (self._admission is not None and self._admission.must_wait(job)):
+            return None
+        route = self._router.route_unread(job.fleet, job.request)
+        if route is not None:
+            job.record.plan = route.plan
+            self._claim(route.plan)
+        return route
+
+    def _carried(
+        self, job: Job, media: RequestMedia | None, route: Route, deliver: Deliver
+    ) -> Awaitable[None]:
+        if isinstance(route, UnreadRoute) and media is None and not self._sender.traces:
+            return self._carrier.decode_unread(job, route, deliver)
+        return self._carry_route(job, media, route, deliver)
+
+    async def _next(
+        self,
+        job: Job,
+        media: RequestMedia | None,
+        suspects: Suspects,
+        failed: BalancerError | None,
+        *,
+        without_prefill: bool,
+    ) -> tuple[Job, Route]:
+        """What to attempt now."""
+        if media is not None:
+            job = await media.ready(None)
+        return job, await self._route(job, suspects, failed, without_prefill=without_prefill)
 
     async def _route(
         self,

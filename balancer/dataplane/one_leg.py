@@ -23,6 +23,7 @@ from balancer.core.errors import (
 )
 from balancer.core.http.headers import Headers
 from balancer.core.http.rewrite import encode_body
+from balancer.core.http.told_error import is_usual
 from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord
 from balancer.core.routing.conversations import Conversations
@@ -185,6 +186,53 @@ class LegCarrier:
                 answer.close()
         if forecast is not None:
             self._on_leg_end(forecast, leg)
+
+    async def decode_unread(self, job: Job, route: Route, deliver: Deliver) -> None:
+        """The same for a leg of which nothing is expected: only the client's request is sent.
+
+        In one step what else takes a dozen: it is a policy's whole way that reads no prompts.
+        """
+        candidate = route.plan.decode.candidate
+        request, record, instance = job.request, job.record, candidate.instance
+        sender, rank = self._sender, candidate.rank.rank
+        leg = LegRecord(
+            kind="decode",
+            alias=instance.alias,
+            overlap_tokens=None,
+            started_s=self._clock(),
+            rank=rank,
+        )
+        record.legs.append(leg)
+        sender.reliability.started(instance, leg, record)
+        headers = (*request.headers, (b"x-request-id", request.request_id.encode()))
+        if len(instance.ranks) > 1:
+            headers = (*headers, (b"x-data-parallel-rank", b"%d" % (rank - instance.rank_base)))
+        try:
+            answer = await sender.send(
+                instance, "POST", request.endpoint + job.query, headers, job.body
+            )
+            try:
+                status = leg.status = answer.status
+                if status < 400 and not answer.is_event_stream and is_usual(answer.piece):
+                    first = answer.take()
+                else:
+                    first = await good_beginning(answer, leg, is_handed=False)
+                sender.answered(leg)
+                await deliver(
+                    DecodeAnswer(
+                        answer=answer,
+                        first=first,
+                        leg=leg,
+                        guard=route.decode_guard,
+                        plan=route.plan,
+                    )
+                )
+            finally:
+                answer.close()
+        except BaseException as error:
+            sender.ended(instance, leg, error)
+            raise
+        sender.ended(instance, leg, None)
 
     def _keeper(self, job: Job, plan: RoutePlan) -> Callable[[bytes], None] | None:
         """Who remembers what the decode engine keeps of this turn; None if it keeps nothing."""

@@ -97,9 +97,7 @@ class Upstream:
         when there is a connection, before anything is written; what it raises ends the attempt.
         Raises EngineError.
         """
-        pool = self._pools.get(base_url)
-        if pool is None:
-            pool = self._pools[base_url] = _Pool(base_url)
+        pool = self._pools.get(base_url) or self._pools.setdefault(base_url, _Pool(base_url))
         length = len(body) if isinstance(body, bytes) else body.size_bytes
         head = _write_head(pool.origin, method, target, headers, length)
         connection = self._take_idle(pool)
@@ -112,7 +110,8 @@ class Upstream:
             sent_s = connection.loop.time()
             answer = self._write(pool, connection, method, head, body)
             try:
-                await answer.head()
+                while answer.status == 0:
+                    await answer.news()
             except BaseException as error:
                 answer.close()
                 is_quick = connection.loop.time() - sent_s <= _STALE_S

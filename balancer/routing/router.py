@@ -39,7 +39,6 @@ from balancer.core.routing.policies import Policy, UnreadPolicy, seeded_draw
 from balancer.core.routing.unread import (
     UNREAD,
     Sampling,
-    UnreadPool,
     unread_pool,
     unread_work,
     with_room,
@@ -148,10 +147,10 @@ class Router:
         `prefill_failed` asks for a plan without a prefill leg, after all attempts at one. Raises
         ModelNotFoundError, NoInstanceError, OverloadedError or PrefillFailedError.
         """
-        if prompt is UNREAD and self._unread is not None:
-            pool = unread_pool(fleet, request.model, self._pulling)
-            if pool is not None:
-                return self._route_unread(self._unread, fleet, request, pool, exclude)
+        if prompt is UNREAD:
+            unread = self.route_unread(fleet, request, exclude)
+            if unread is not None:
+                return unread
         if prefill_failed and not self._pd.allow_local_on_failure:
             raise PrefillFailedError("prefill failed, and decode instances may not stand in")
         question = await self._ask(fleet, request, prompt)
@@ -166,27 +165,34 @@ class Router:
             self._policy.chosen(plan.prefill.candidate.rank)
         return Route(question, plan, self._ledger)
 
-    def _route_unread(
-        self,
-        policy: UnreadPolicy,
-        fleet: Fleet,
-        request: GenerateRequest,
-        pool: UnreadPool,
-        exclude: frozenset[RankId],
-    ) -> Route:
+    def route_unread(
+        self, fleet: Fleet, request: GenerateRequest, exclude: frozenset[RankId] = frozenset()
+    ) -> Route | None:
+        """Choose and book without the prompt; None: by now it is wanted.
+
+        Raises ModelNotFoundError, NoInstanceError or OverloadedError.
+        """
+        policy = self._unread
+        pool = unread_pool(fleet, request.model, self._pulling) if policy is not None else None
+        if policy is None or pool is None:
+            return None
         ledger, settings = self._ledger, self._settings
-        answering = find_pool(fleet, request.model).answering
-        usable = self._vetting.usable(answering, exclude)
+        usable = self._vetting.usable(pool.answering, exclude)
+        all_usable = len(usable) == len(pool.answering)
         candidates: Sequence[Candidate] = pool.candidates
-        if exclude or len(usable) != len(answering):
+        if exclude or not all_usable:
             candidates = pool.among(usable, exclude)
-        candidates = with_room(candidates, ledger, settings.max_requests_per_rank)
-        rank = policy.next_of(candidates, ledger.busy, self._draw(None)).rank
+        if not candidates or settings.max_requests_per_rank:
+            candidates = with_room(candidates, ledger, settings.max_requests_per_rank)
+        rank = policy.next_of(candidates, ledger.busy, self._any_draw).rank
         plan = pool.plans[rank]
-        if len(usable) != len(answering):
-            plan = self._with_held_back(plan, answering, usable)
+        if not all_usable:
+            plan = self._with_held_back(plan, pool.answering, usable)
         policy.chosen(rank)
         return UnreadRoute(plan, ledger.hold(unread_work(request, rank, ledger, settings)))
+
+    def _any_draw(self, rank: RankId) -> float:  # noqa: ARG002 - of any rank
+        return self._random()
 
     async def explain(
         self, fleet: Fleet, request: GenerateRequest, prompt: PromptView
@@ -306,7 +312,7 @@ class Router:
             max_requests_per_rank=self._settings.max_requests_per_rank,
         )
 
-    def _draw(self, question: Question | None) -> TieBreak:
+    def _draw(self, question: Question) -> TieBreak:
         """Siblings draw alike, also in processes that haven't heard of each other's yet.
 
         Few decisions come to a draw: what it depends on is looked up by the first one.
@@ -316,7 +322,7 @@ class Router:
         def draw(rank: RankId) -> float:
             nonlocal drawn
             if drawn is None:
-                begin = None if question is None else first_block(question.matches)
+                begin = first_block(question.matches)
                 seed = int(self._random() * 2**53) if begin is None else int(begin)
                 drawn = seeded_draw(seed)
             return drawn(rank)

@@ -19,11 +19,10 @@ import platform
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 import uvloop
@@ -37,7 +36,6 @@ from balancer.core.http.body import whole
 from balancer.core.http.headers import pass_answer_headers, pass_request_headers
 from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.record import RequestRecord
-from balancer.core.routing.forecast import Forecast
 from balancer.core.routing.plan import Candidate, Choice, Reason, RoutePlan
 from balancer.core.routing.policies import named_policy
 from balancer.core.settings.control import TokensSettings
@@ -52,6 +50,7 @@ from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.upstream import Upstream
 from balancer.metrics import BalancerMetrics
 from balancer.routing.reporting import Reporting
+from balancer.routing.route import UnreadRoute
 from balancer.routing.router import Router
 from balancer.tokens.reader import PromptReader
 from benchmarks.overhead.client import write_request
@@ -129,26 +128,14 @@ class Protocols:
 
 
 class _NoGuard:
-    def first_token(self) -> None: ...
-    def generated(self, tokens: int) -> None: ...
-    def cached(self, tokens: int) -> None: ...
-
-
-@dataclass(slots=True)
-class DecidedRoute:
-    """A route that nobody chose and nothing counts."""
-
-    plan: RoutePlan
-    decode_guard: _NoGuard
-    told: Forecast
-
-    def forecast(self, _kind: str, *, loads: bool) -> Forecast:  # noqa: ARG002 - as Route
-        return self.told
-
-    def __enter__(self) -> "DecidedRoute":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+    def handed_over(self, source: RankId) -> None: ...
+    def first_token(self) -> None: ...
+    def generated(self, tokens: int) -> None: ...
+    def cached(self, tokens: int) -> None: ...
 
 
 class InTurn:
@@ -160,14 +147,13 @@ class InTurn:
     def reads_prompt(self, *_: Any) -> bool:
         return False
 
-    async def route(self, *_: Any, **__: Any) -> DecidedRoute:
+    def route_unread(self, *_: Any) -> UnreadRoute:
         return next(self._routes)
 
-    def _route(self, instance: Instance) -> DecidedRoute:
+    def _route(self, instance: Instance) -> UnreadRoute:
         candidate = Candidate(rank=RankId(instance.id, 0), instance=instance)
-        told = Forecast(rank=candidate.rank, model=MODEL, matched_s=0.0, incomparable="unscorable")
         plan = RoutePlan(decode=Choice(candidate=candidate, cost_s=0.0), reason=Reason.AGGREGATED)
-        return DecidedRoute(plan, _NoGuard(), told)
+        return UnreadRoute(plan, _NoGuard())
 
 
 async def plane(log: LineLog, *, decides: bool = True, keeps_books: bool = True) -> DataPlane:

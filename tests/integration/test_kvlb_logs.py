@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import structlog
 
 from balancer.core.record import RequestRecord
 from kvlb import logs
-from kvlb.logs import LineLog, configure_logs, request_log
+from kvlb.logs import LineLog, Moments, configure_logs, request_log
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +121,16 @@ def test_level_above_info_keeps_requests_out() -> None:
     assert request_log() is not None
     structlog.reset_defaults()
     assert request_log() is None
+
+
+def test_moments_are_spelt_as_in_other_lines() -> None:
+    """Microseconds of UTC, cut, from one second to the next."""
+    moments = Moments()
+    start = datetime(2026, 11, 30, 23, 59, 59, 999_000, tzinfo=UTC)
+    steps = [start + timedelta(microseconds=each) for each in (0, 999, 1000, 1001, 1_500_007)]
+
+    told = [moments.spell(round(each.timestamp() * 1e6) * 1000 + 999) for each in steps]
+
+    assert [each.decode() for each in told] == [
+        f"{each.isoformat(timespec='microseconds').removesuffix('+00:00')}Z" for each in steps
+    ]

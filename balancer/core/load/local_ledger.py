@@ -258,7 +258,8 @@ class LocalLedger:
         if tokens is None or work.kind == "prefill":
             return
         self._learned.on_output(tokens)
-        book.shadow.answer(tokens, self._clock())
+        if work.block_size:  # of other prompts it doesn't know either
+            book.shadow.answer(tokens, self._clock())
         if decoded and work.streamed and leg.first_s is not None:
             self._learned.on_decoded(
                 work.rank,

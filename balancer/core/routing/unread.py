@@ -33,6 +33,7 @@ UNREAD = PromptView(unscorable="not_asked")
 class UnreadPool(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Who could take a request of one model, and what choosing each comes to."""
 
+    answering: Sequence[Instance]
     candidates: tuple[Candidate, ...]
     plans: Mapping[RankId, RoutePlan]
 
@@ -67,9 +68,8 @@ def _unread_pool(fleet: Fleet, model: str, pulling: Set[str]) -> UnreadPool | No
         for instance in pool.answering
         for rank in instance.rank_ids()
     )
-    return UnreadPool(
-        candidates=candidates, plans={each.rank: _plan_of(each) for each in candidates}
-    )
+    plans = {each.rank: _plan_of(each) for each in candidates}
+    return UnreadPool(answering=pool.answering, candidates=candidates, plans=plans)
 
 
 def _plan_of(candidate: Candidate) -> RoutePlan:
