@@ -15,7 +15,8 @@ Rules:
    Where a hand-over failed, its prefill engine is known as down by then, and no other is left, that is told:
    503, not 502.
 5. If one leg of a pair dies, or the client leaves, the other is cancelled and its connection
-   closed before anything else happens.
+   closed before anything else happens. So does who waits for a prefill engine that is lost
+   (`dataplane.source_watch`).
 6. What has to be encoded is encoded before any other leg (`dataplane.encoding`).
 7. Where no rank has room the first decision waits for its turn (`dataplane.admission`).
 """
@@ -60,6 +61,7 @@ from balancer.dataplane.one_leg import (
     OnLegEnd,
     PrefillLegError,
 )
+from balancer.dataplane.source_watch import SourceWatch, Waiting
 from balancer.fleet.transfer_notices import Arrival, TransferNotices
 from balancer.routing.route import Route, UnreadRoute
 from balancer.routing.router import Router
@@ -101,6 +103,7 @@ class Legs:
         self._admission = admission
         self._notices = notices
         self._conversations = Conversations()
+        self._watch = SourceWatch(fleet)
         self._carrier = LegCarrier(
             sender=sender,
             conversations=self._conversations,
@@ -297,9 +300,14 @@ class Legs:
                     await arrival.wait()
             lease_s = connector.lease_s(context)
             by_s = None if lease_s is None else done.answered_s + lease_s
-            await self._carrier.decode(job, route, done.decode, deliver, by_s=by_s)
+            async with self._watch.over(context.prefill.id) as waiting:
+                waiting.begin()
+                await self._carrier.decode(
+                    job, route, done.decode, _ending(waiting, deliver), by_s=by_s
+                )
             return
-        await self._carry_concurrent(job, route, connector, context, deliver)
+        async with self._watch.over(context.prefill.id) as waiting:
+            await self._carry_concurrent(job, route, connector, context, waiting, deliver)
 
     def _expecting(self, notice: Notice | None) -> AbstractContextManager[Arrival | None]:
         if self._notices is None or notice is None:
@@ -312,6 +320,7 @@ class Legs:
         route: Route,
         connector: Connector,
         context: LegContext,
+        waiting: Waiting,
         deliver: Deliver,
     ) -> None:
         try:
@@ -324,10 +333,11 @@ class Legs:
             await self._carrier.prefill(job, route, connector, context, lambda _: None)
             route.end_prefill()
             prefilled.set()
+            waiting.begin()
 
         async def deliver_after_prefill(decoded: DecodeAnswer) -> None:
             await prefilled.wait()
-            await deliver(decoded)
+            await _ending(waiting, deliver)(decoded)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -352,3 +362,13 @@ def _last_word(fleet: Fleet, job: Job, failed: BalancerError) -> BalancerError:
         if filling and not any(each.is_available for each in filling):
             return NoInstanceError("no prefill instance of this model is available")
     return failed
+
+
+def _ending(waiting: Waiting, deliver: Deliver) -> Deliver:
+    """`deliver`, from when on nobody waits any more."""
+
+    def delivered(decoded: DecodeAnswer) -> Awaitable[None]:
+        waiting.end()
+        return deliver(decoded)
+
+    return delivered

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -290,6 +290,72 @@ async def test_without_a_prefill_engine_left_it_is_a_503(name: str, tmp_path: Pa
     codes = [answer.json()["error"]["code"] for answer in answers]
     assert set(codes) <= {"prefill_failed", "no_instance"}
     assert codes[-1] == "no_instance"
+
+
+async def test_a_prefill_engine_killed_after_its_leg_is_replaced(
+    case: Case, tmp_path: Path
+) -> None:
+    """What the decode engine was about to read is gone: both legs run again, or a storage has it."""
+    slow: dict[str, Any] = {"transfer_latency_ms": 400.0}
+    async with on_stage(case, "2p1d", tmp_path / "kvlb.yaml", **slow) as stage:
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(stage.complete())
+            victim = await finished_prefill(stage)
+            await stage.fleet.stop(victim)
+        answer = asked.result()
+        await stage.until_state("d0", "in_flight", 0)
+        decode = await stage.state("d0")
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == expected_text(0)
+    assert decode["corrupt_reads"] == 0
+
+
+async def finished_prefill(stage: Stage) -> RunningEngine:
+    """Wait until one of the prefill engines has computed while decode is still reading."""
+    sources = [each for each in stage.fleet.engines if each.role == "prefill"]
+    decode = stage.engine("d0").engine
+    async with asyncio.timeout(10):
+        while True:
+            done = [each for each in sources if has_answered(each)]
+            if done and any(rank.in_flight for rank in decode.ranks):
+                return done[0]
+            await asyncio.sleep(0.002)
+
+
+def has_answered(engine: RunningEngine) -> bool:
+    """It has sampled a token and has nothing to do any more."""
+    ranks = engine.engine.ranks
+    tokens = sum(rank.core.statistics.generation_tokens for rank in ranks)
+    return tokens > 0 and not any(rank.in_flight for rank in ranks)
+
+
+async def test_a_decode_engine_killed_behind_its_first_byte_ends_its_stream_with_an_error(
+    case: Case, tmp_path: Path
+) -> None:
+    """Nothing looks like an end; the prefill engine keeps nothing for it beyond what it had read."""
+    slow: dict[str, Any] = {"inter_token_ms": 20.0}
+    asked = body(0, stream=True, max_tokens=400, ignore_eos=True)
+    async with on_stage(case, "1p2d", tmp_path / "kvlb.yaml", **slow) as stage:
+        lines: list[str] = []
+        with suppress(httpx.RemoteProtocolError):  # behind the event the connection breaks
+            async with stage.http.stream("POST", "/v1/completions", json=asked) as answer:
+                victim = stage.engine(answer.headers["x-kvlb-instance"])
+                async for line in answer.aiter_lines():
+                    if not lines:
+                        await stage.fleet.stop(victim)
+                    lines += [line.removeprefix("data: ")] if line else []
+        prefill = await stage.state("p0")
+
+    *events, last = lines
+    assert answer.status_code == 200
+    assert set(msgspec.json.decode(last)["error"]) >= {"message", "type", "code"}
+    assert [choice["finish_reason"] for choice in choices_of(events)] == [None] * len(events)
+    assert prefill["reservations_unreleased"] == 0
+
+
+def choices_of(events: list[str]) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(event)["choices"][0] for event in events]
 
 
 @pytest.mark.parametrize("name", ["mooncake", "nixl-push"])
