@@ -90,6 +90,28 @@ def test_rates_of_a_young_rank_are_corrected_and_fade(ledger: LocalLedger, clock
     assert idle.arrivals_per_s < busy.arrivals_per_s / 5
 
 
+@pytest.mark.parametrize(
+    ("faster", "counts_anew"),
+    [pytest.param(10, True, id="far-off"), pytest.param(2, False, id="fair")],
+)
+def test_work_booked_by_a_prior_that_is_far_off_is_counted_anew(
+    ledger: LocalLedger, clock: Clock, faster: int, counts_anew: bool
+) -> None:
+    """Else a fleet that is ten times as fast seems full of its first prompts for half a minute."""
+    prior = ledger.load(RANK).rates.prefill_s_per_token
+    work_s = 20_000 * prior
+    with ledger.hold(replace(work(tokens=20_000), work_s=work_s)) as guard:
+        clock.now_s += work_s / faster
+        guard.first_token()
+    before = ledger.load(RANK)
+    clock.now_s += 1
+    ledger.hold(replace(work(tokens=0), work_s=0.0))
+    load = ledger.load(RANK)
+
+    assert load.rates.prefill_s_per_token < prior
+    assert (load.work_share < before.work_share / 5) == counts_anew
+
+
 def test_recent_work_counts_once_it_is_done(ledger: LocalLedger, clock: Clock) -> None:
     """Queued work is not recent work; ten minutes later two thirds are forgotten."""
     leg = ledger.hold(work(tokens=1000))

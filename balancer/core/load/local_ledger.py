@@ -35,6 +35,9 @@ from balancer.core.load.reuse import ReuseTimes, sampled
 from balancer.core.load.transfers import LearnedTransfers
 from indexer.core.types import BlockKey, RankId
 
+FAR_OFF = 0.25
+"""A learned rate of so much of the prior, or less, has what was booked by the prior counted anew."""
+
 
 class _Leg(BookedLeg, eq=False, kw_only=True):
     """A booked leg: the guard that the caller holds."""
@@ -79,6 +82,7 @@ class LocalLedger:
         self._clock = clock
         self._learned = learned or LearnedRates()
         self._transfers = transfers or LearnedTransfers()
+        self._counts_by_prior = True
         self._max_predicted_blocks = max_predicted_blocks
         self._reuse = ReuseTimes()
         self._books: dict[RankId, RankBook] = {}
@@ -153,6 +157,8 @@ class LocalLedger:
         """Book `work` at once; the guard counts it until it ends."""
         now_s = self._clock()
         self._learned.settle(work.rank, now_s)
+        if self._counts_by_prior and self._learned.seen:
+            self._count_anew()
         book = self._books.get(work.rank)
         if book is None:
             book = self._books[work.rank] = RankBook(now_s, self._max_predicted_blocks)
@@ -312,6 +318,18 @@ class LocalLedger:
         book.queue[leg.number] = leg
         book.queued_tokens += work.uncached_tokens
         book.count_arrival(now_s, work_s)
+
+    def _count_anew(self) -> None:
+        """Work was booked by a prior: where that is far off, idle ranks seem full until it has faded.
+
+        Where it isn't, a little too much work is good: more comes than will be known for a while.
+        """
+        self._counts_by_prior = False
+        prior = self._learned.prior.prefill_s_per_token
+        for rank, book in self._books.items():
+            ratio = self._learned.rates(rank).prefill_s_per_token / prior
+            if ratio < FAR_OFF:
+                book.work_s *= ratio
 
     def _settle_due(self, book: RankBook, now_s: float) -> None:
         while leg := book.take_due(now_s):
