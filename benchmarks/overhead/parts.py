@@ -1,7 +1,8 @@
 """What a request costs kvlb itself, part by part: `python -m benchmarks.overhead.parts`.
 
-A request that isn't streamed, 16 token ids, round robin over two instances, goes from the bytes of its client's
-connection to the bytes of its answer. Everything is kvlb's own but the sockets: engines and clients
+A request that isn't streamed goes from the bytes of its client's connection to the bytes of its answer, over two
+instances: 16 token ids by round robin, and 4,000 by the full policy, where one of the two holds half of the
+prompt. Everything is kvlb's own but the sockets: engines and clients
 are transports in this process. So no system call and no other process is measured, and what is left
 out of a setting is what it costs:
 
@@ -18,7 +19,7 @@ import itertools
 import platform
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -41,7 +42,7 @@ from balancer.core.routing.policies import named_policy
 from balancer.core.settings.control import TokensSettings
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.core.settings.reliability import ReliabilitySettings
-from balancer.core.settings.routing import RoutingSettings
+from balancer.core.settings.routing import PolicyName, RoutingSettings
 from balancer.dataplane.connection import Connection
 from balancer.dataplane.direct import DirectProtocol
 from balancer.dataplane.exchange import Exchange
@@ -54,10 +55,19 @@ from balancer.routing.route import UnreadRoute
 from balancer.routing.router import Router
 from balancer.tokens.reader import PromptReader
 from benchmarks.overhead.client import write_request
-from benchmarks.overhead.engine import ANSWER, BLOCK_SIZE, MODEL, PLAIN_HEAD, SHORT_PROMPT_TOKENS
-from indexer.core.index import GroupKind, GroupSpec, RankUpdate
+from benchmarks.overhead.engine import (
+    ANSWER,
+    BLOCK_SIZE,
+    MODEL,
+    PLAIN_HEAD,
+    SHORT_PROMPT_TOKENS,
+    held_tokens,
+    long_prompts,
+)
+from indexer.core.hashing import Namespace
+from indexer.core.index import BlocksHeld, GroupKind, GroupSpec, Prompt, RankUpdate
 from indexer.core.model_cards import ServedModels
-from indexer.core.types import InstanceId, RankId
+from indexer.core.types import InstanceId, RankId, Tier
 from indexer.memory_index import MemoryIndex
 from kvlb.event_loop import spare_startup_objects
 from kvlb.logs import LineLog
@@ -156,7 +166,9 @@ class InTurn:
         return UnreadRoute(plan, _NoGuard())
 
 
-async def plane(log: LineLog, *, decides: bool = True, keeps_books: bool = True) -> DataPlane:
+async def plane(
+    log: LineLog, policy: PolicyName, *, decides: bool = True, keeps_books: bool = True
+) -> DataPlane:
     """A data plane like that of `kvlb up`, with or without these parts."""
     clock = time.monotonic
     ledger = LocalLedger(clock)
@@ -164,13 +176,14 @@ async def plane(log: LineLog, *, decides: bool = True, keeps_books: bool = True)
     decisions = DecisionLog(limit=1000)
     reliability = Reliability(ReliabilitySettings(), fleet=lambda: _FLEET, clock=clock)
     index = MemoryIndex()
-    for each in _FLEET.ranks:
+    for engine, rank in enumerate(_FLEET.ranks):
         group = GroupSpec(group=0, kind=GroupKind.FULL, block_size=BLOCK_SIZE)
-        await index.apply(RankUpdate(rank=each, model=MODEL, epoch=1, seq=0, changes=[group]))
+        changes = [group, *_held_by(engine)]
+        await index.apply(RankUpdate(rank=rank, model=MODEL, epoch=1, seq=0, changes=changes))
     router = Router(
         index=index,
         ledger=ledger,
-        policy=named_policy("round_robin"),
+        policy=named_policy(policy),
         settings=RoutingSettings(),
         random=random.random,
         clock=clock,
@@ -205,16 +218,24 @@ async def plane(log: LineLog, *, decides: bool = True, keeps_books: bool = True)
     )
 
 
+def _held_by(engine: int) -> list[BlocksHeld]:
+    return [
+        BlocksHeld(0, Tier.GPU, Prompt(Namespace(model=MODEL), prompt[:tokens]).keys(BLOCK_SIZE))
+        for number, prompt in enumerate(long_prompts())
+        if (tokens := held_tokens(number, prompt, engine))
+    ]
+
+
 def _engines() -> InstantEngines:
     return InstantEngines(connect_timeout_s=5, first_byte_timeout_s=600, idle_timeout_s=120)
 
 
-async def cpu_s(answers: Any) -> float:
+async def cpu_s(answers: Any, requests: Sequence[bytes]) -> float:
     """CPU seconds of one request, many after the other on a few connections at once."""
     loop = asyncio.get_running_loop()
     config = uvicorn.Config("", interface="asgi3", loop="none", log_config=None)
     config.loaded, config.loaded_app, config.ws_protocol_class = True, None, None
-    request = write_request(list(range(SHORT_PROMPT_TOKENS)))
+    asked = itertools.cycle(requests)
     over: asyncio.Future[None] = loop.create_future()
     left = iter(range(REQUESTS, 0, -1))
 
@@ -222,7 +243,7 @@ async def cpu_s(answers: Any) -> float:
         def on_write(_: bytes) -> None:
             number = next(left)
             if number > CLIENTS:
-                loop.call_soon(protocol.data_received, request)
+                loop.call_soon(protocol.data_received, next(asked))
             elif number == 1:
                 over.set_result(None)
 
@@ -230,7 +251,7 @@ async def cpu_s(answers: Any) -> float:
             answers, config=config, server_state=ServerState(), app_state={}, _loop=loop
         )
         protocol.connection_made(Wire(on_write))
-        protocol.data_received(request)
+        protocol.data_received(next(asked))
 
     started_s = time.process_time()
     for _ in range(CLIENTS):
@@ -239,19 +260,21 @@ async def cpu_s(answers: Any) -> float:
     return (time.process_time() - started_s) / REQUESTS
 
 
-async def measure(log: LineLog) -> dict[str, list[float]]:
+async def measure(
+    log: LineLog, policy: PolicyName, requests: Sequence[bytes]
+) -> dict[str, list[float]]:
     """Every setting in every round; the first round warms up."""
     settings: dict[str, Any] = {
         "protocols": Protocols(_engines()),
-        "without deciding": await plane(log, decides=False),
-        "without bookkeeping": await plane(log, keeps_books=False),
-        "everything": await plane(log),
+        "without deciding": await plane(log, policy, decides=False),
+        "without bookkeeping": await plane(log, policy, keeps_books=False),
+        "everything": await plane(log, policy),
     }
     spare_startup_objects()
     taken_s: dict[str, list[float]] = {name: [] for name in settings}
     for round_ in range(ROUNDS + 1):
         for name, answers in settings.items():
-            seconds = await cpu_s(answers)
+            seconds = await cpu_s(answers, requests)
             if round_:
                 taken_s[name].append(seconds)
     return taken_s
@@ -259,15 +282,25 @@ async def measure(log: LineLog) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure and print."""
+    short = [write_request(list(range(SHORT_PROMPT_TOKENS)))]
+    long = [write_request(each) for each in long_prompts()]
     with (
         Path("/dev/null").open("wb") as nowhere,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        taken_s = runner.run(measure(LineLog(nowhere, tells_requests=True)))
+        log = LineLog(nowhere, tells_requests=True)
+        plain = runner.run(measure(log, "round_robin", short))
+        full = runner.run(measure(log, "kvlb", long))
     print(f"Python {platform.python_version()}, {ROUNDS} rounds of {REQUESTS} requests.\n")
-    print("| setting | µs of CPU per request, least | median |\n| --- | ---: | ---: |")
-    for name, seconds in taken_s.items():
-        print(f"| {name} | {min(seconds) * 1e6:.0f} | {median(seconds) * 1e6:.0f} |")
+    print("| µs of CPU per request | round_robin, 16 token ids: least | median | ", end="")
+    print("kvlb, 4,000 token ids: least | median |\n| --- | ---: | ---: | ---: | ---: |")
+    for name in plain:
+        figures = [each for taken_s in (plain[name], full[name]) for each in _least_median(taken_s)]
+        print(f"| {name} | {' | '.join(figures)} |")
+
+
+def _least_median(taken_s: Sequence[float]) -> list[str]:
+    return [f"{each(taken_s) * 1e6:.0f}" for each in (min, median)]
 
 
 if __name__ == "__main__":
