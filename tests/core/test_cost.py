@@ -175,9 +175,15 @@ def test_memory_that_runs_out_is_waited_for() -> None:
     roomy = MemoryUse(active_tokens=900, need_tokens=300, capacity_tokens=100_000)
 
     congestion_s = 0.3 * 4.0 * (400 / 1000) * 0.97 / 0.03
-    assert memory_s(load, full) == pytest.approx(4.0 * 300 / 900 + congestion_s)
-    assert memory_s(load, roomy) == pytest.approx(0.3 * 4.0 * (400 / 1e5) * 0.013 / 0.987)
-    assert estimate(loaded(load, memory=full)).terms["memory"] == memory_s(load, full)
+    assert memory_s(load, full, full.fullness(load)) == pytest.approx(
+        4.0 * 300 / 900 + congestion_s
+    )
+    assert memory_s(load, roomy, roomy.fullness(load)) == pytest.approx(
+        0.3 * 4.0 * (400 / 1e5) * 0.013 / 0.987
+    )
+    assert estimate(loaded(load, memory=full)).terms["memory"] == memory_s(
+        load, full, full.fullness(load)
+    )
 
 
 def test_what_is_pushed_out_is_priced_as_work_is() -> None:

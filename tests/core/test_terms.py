@@ -54,8 +54,8 @@ def test_memory_share_counts_growth_and_stays_below_one() -> None:
     roomy = MemoryUse(active_tokens=100, need_tokens=100, capacity_tokens=1000)
     full = MemoryUse(active_tokens=900, need_tokens=900, capacity_tokens=1000)
 
-    assert roomy.share(load) == pytest.approx(0.4)
-    assert full.share(load) == 0.97
+    assert roomy.fullness(load).share == pytest.approx(0.4)
+    assert full.fullness(load).share == 0.97
 
 
 def test_work_costs_nobody_anything_on_an_idle_rank_but_the_least_price() -> None:

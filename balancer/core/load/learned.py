@@ -14,7 +14,7 @@ Rules:
 5. Decode step: per rank, a 40 % quantile of (seconds between tokens - growth * others decoding);
    the growth is the fleet's least squares slope, from 0 to a tenth of the step.
 
-Cost: a few operations per leg; `rates` is cached until the next sample.
+Cost: a few operations per leg; `rates` is kept until the next sample, once for all ranks that nothing was seen of.
 """
 
 from dataclasses import dataclass, field
@@ -99,6 +99,8 @@ class LearnedRates:
         self._covariance = 0.0
         self._variance = 0.0
         self._cache: dict[RankId, RankRates] = {}
+        self._of_new: RankRates | None = None
+        """Of ranks of which nothing was seen: the same for all of them."""
 
     @property
     def knows_prefill(self) -> bool:
@@ -113,9 +115,15 @@ class LearnedRates:
     def rates(self, rank: RankId) -> RankRates:
         """What is known of `rank`, else of the fleet, else the prior."""
         rates = self._cache.get(rank)
-        if rates is None:
-            rates = self._cache[rank] = self._build(rank)
-        return rates
+        if rates is not None:
+            return rates
+        speed = self._ranks.get(rank)
+        if speed is not None:
+            rates = self._cache[rank] = self._build(speed)
+            return rates
+        if self._of_new is None:
+            self._of_new = self._build(None)
+        return self._of_new
 
     def on_first_token(self, rank: RankId, *, sent_s: float, now_s: float, tokens: int) -> None:
         """A prompt with `tokens` uncached tokens, sent at `sent_s`, is computed."""
@@ -138,7 +146,7 @@ class LearnedRates:
             return
         self._sample_prefill(speed, step.first_s - step.start_s, step.tokens)
         step.tokens = -1  # taken; its time stays as the start of the next one
-        self._cache.clear()
+        self._note_change()
 
     def on_decoded(self, rank: RankId, *, decode_s: float, tokens: int, others: float) -> None:
         """A leg streamed `tokens` tokens in `decode_s` beside `others` decoding legs."""
@@ -151,19 +159,23 @@ class LearnedRates:
         alone_s = max(step_s - self._growth(step_s) * others, step_s * MAX_GROWTH_SHARE)
         speed.step.add(alone_s)
         self._fleet_step.add(alone_s)
-        self._cache.clear()
+        self._note_change()
 
     def on_output(self, tokens: int) -> None:
         """An answer had `tokens` tokens."""
         self._outputs += 1
         weight = max(OUTPUT_WEIGHT, 1 / (self._outputs + 1))
         self._output_tokens += weight * (tokens - self._output_tokens)
-        self._cache.clear()
+        self._note_change()
 
     def forget(self, rank: RankId) -> None:
         """The rank restarted or left: it may come back on other hardware."""
         self._ranks.pop(rank, None)
         self._cache.pop(rank, None)
+
+    def _note_change(self) -> None:
+        self._cache.clear()
+        self._of_new = None
 
     def _speed(self, rank: RankId) -> _RankSpeed:
         return self._ranks.setdefault(rank, _RankSpeed())
@@ -210,8 +222,7 @@ class LearnedRates:
             return speed.prefill.value
         return self._fleet_prefill.value or self.prior.prefill_s_per_token
 
-    def _build(self, rank: RankId) -> RankRates:
-        speed = self._ranks.get(rank)
+    def _build(self, speed: _RankSpeed | None) -> RankRates:
         if speed and speed.step.count >= ENOUGH_SAMPLES:
             step_s = speed.step.value
         else:

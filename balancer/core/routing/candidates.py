@@ -82,9 +82,9 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         silent = Trust.LOAD_ONLY
         trust = silent if self.by_rank else self.trusts.get(rank, silent)
         known_size = self.block_sizes.get(rank)
-        size = known_size or self.block_size(rank)
+        size, by_rank = known_size or self.block_size(rank), self.by_rank
         for number, prompt in enumerate(self.prompts):
-            match = self.by_rank[number].get(rank) if self.by_rank else None
+            match = by_rank[number].get(rank) if by_rank else None
             held_tokens = 0
             if match is not None and match.trust is not silent:
                 trust, more = match.trust, match.tokens_by_tier
@@ -112,8 +112,11 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def _loading_tokens(self, by_tier: Mapping[Tier, int]) -> float:
-        weights = self.tier_weights
-        return sum([(1 - weights.get(tier, 1.0)) * tokens for tier, tokens in by_tier.items()])
+        weights, loading_tokens = self.tier_weights, 0.0
+        for tier, tokens in by_tier.items():
+            if tier in weights:
+                loading_tokens += (1 - weights[tier]) * tokens
+        return loading_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,20 +190,23 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                     some_full = True
                     continue
                 candidate = matches.candidate(rank, instance, ledger)
-                memory = self._memory(rank, instance, load)
+                capacity = instance.rank_cache_tokens
+                memory = None if capacity is None else self._memory(candidate, load, capacity)
                 found.append(LoadedCandidate(candidate=candidate, load=load, memory=memory))
         return found, some_full
 
-    def _memory(self, rank: RankId, instance: Instance, load: RankLoad) -> MemoryUse | None:
-        """KV memory there with this request; None if its capacity isn't known."""
-        if instance.rank_cache_tokens is None:
-            return None
-        size, keys = self.matches.block_size(rank), self.matches.keys(rank)
-        new_blocks = len(keys) - self.ledger.active_blocks(rank, keys)
+    def _memory(self, candidate: Candidate, load: RankLoad, capacity_tokens: int) -> MemoryUse:
+        """KV memory there with this request."""
+        rank, prompts = candidate.rank, self.matches.prompts
+        size = candidate.block_size or self.matches.block_size(rank)
+        keys = prompts[0].keys(size) if len(prompts) == 1 else self.matches.keys(rank)
+        blocks = len(keys)
+        if load.active_blocks:
+            blocks -= self.ledger.active_blocks(rank, keys)
         return MemoryUse(
             active_tokens=size * load.active_blocks + load.output_tokens,
-            need_tokens=size * new_blocks,
-            capacity_tokens=instance.rank_cache_tokens,
+            need_tokens=size * blocks,
+            capacity_tokens=capacity_tokens,
         )
 
     def load_answering(

@@ -64,8 +64,8 @@ def uncached_tokens(shape: RequestShape, candidate: Candidate) -> int:
     """Prompt tokens the candidate neither holds nor is about to hold."""
     held, predicted = candidate.overlap_tokens, candidate.predicted_tokens
     # `min` and `max` would cost more than all else here.
-    lacking = shape.prompt_tokens - (max(predicted, held))
-    return max(0, lacking)
+    lacking = shape.prompt_tokens - (predicted if predicted > held else held)  # noqa: FURB136
+    return lacking if lacking > 0 else 0  # noqa: FURB136
 
 
 def output_tokens(shape: RequestShape, load: RankLoad) -> float:
@@ -82,11 +82,14 @@ def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> 
 
 
 def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float) -> Choice:
-    load = loaded.load
+    load, memory = loaded.load, loaded.memory
     answer_tokens = output_tokens(shape, load)
-    terms, prefill, other = _way(shape, loaded, answer_tokens)
-    if loaded.memory is not None:
-        terms["memory"] = memory_s(load, loaded.memory)
+    if memory is None:
+        terms, prefill, other = _way(shape, loaded, answer_tokens, 0.0)
+    else:
+        fullness = memory.fullness(load)
+        terms, prefill, other = _way(shape, loaded, answer_tokens, fullness.share)
+        terms["memory"] = memory_s(load, memory, fullness)
     terms["in_flight"] = in_flight_s(load, output_tokens=answer_tokens)
     terms["recent"] = recent_s(load, prompt_tokens=shape.prompt_tokens, mean_recent_s=mean_recent_s)
     return Choice(
@@ -99,7 +102,7 @@ def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float
 
 
 def _way(
-    shape: RequestShape, loaded: LoadedCandidate, answer_tokens: float
+    shape: RequestShape, loaded: LoadedCandidate, answer_tokens: float, memory_share: float
 ) -> tuple[dict[str, float], Choice | None, OtherWay | None]:
     """Terms of the way to take, who prefills, and the way not taken."""
     load = loaded.load
@@ -115,7 +118,7 @@ def _way(
         uncached_tokens=lacking,
         output_tokens=answer_tokens,
         loading_tokens=loaded.candidate.loading_tokens,
-        memory_share=0.0 if loaded.memory is None else loaded.memory.share(load),
+        memory_share=memory_share,
         role=loaded.candidate.instance.role,
     )
     if offer is None or remote is None:

@@ -32,6 +32,15 @@ RECENT_MIN_TOKENS = 256
 """In tiny prompts one shared block is most of the work, and still no reason to pile up."""
 
 
+class Fullness(msgspec.Struct, frozen=True, gc=False):
+    """Of one rank's KV memory, once everybody has grown by what is expected."""
+
+    grow_tokens: float
+    used_tokens: float
+    share: float
+    """U: of the capacity, at most MAX_MEMORY_SHARE."""
+
+
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """KV memory of one rank, were the request there."""
 
@@ -41,13 +50,12 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of the request's prompt, what nobody uses there now."""
     capacity_tokens: int
 
-    def with_growth(self, load: RankLoad) -> float:
-        """Tokens in use once everybody has grown by what is expected."""
-        return self.active_tokens + self.need_tokens + grow_tokens(load)
-
-    def share(self, load: RankLoad) -> float:
-        """U: of the capacity, at most MAX_MEMORY_SHARE."""
-        return min(MAX_MEMORY_SHARE, self.with_growth(load) / self.capacity_tokens)
+    def fullness(self, load: RankLoad) -> Fullness:
+        """How full it will be: several terms ask."""
+        grown = grow_tokens(load)
+        used_tokens = self.active_tokens + self.need_tokens + grown
+        share = used_tokens / self.capacity_tokens
+        return Fullness(grown, used_tokens, min(MAX_MEMORY_SHARE, share))
 
 
 def grow_tokens(load: RankLoad) -> float:
@@ -80,14 +88,14 @@ def stall_weight(memory_share: float, *, on_decode: bool) -> float:
     return STALL_ON_DECODE * (1 + 2 * memory_share / (1 - memory_share))
 
 
-def memory_s(load: RankLoad, memory: MemoryUse) -> float:
+def memory_s(load: RankLoad, memory: MemoryUse, fullness: Fullness) -> float:
     """The wait until enough is free, and a price that rises as little is left."""
-    decode_s, capacity = load.rates.decode_s, memory.capacity_tokens
-    over = memory.with_growth(load) - capacity
+    decode_s, capacity, share = load.rates.decode_s, memory.capacity_tokens, fullness.share
+    if not decode_s:  # not known: nobody can say how long a wait would be
+        return 0.0
     freed = max(memory.active_tokens, LEAST_ACTIVE_SHARE * capacity)
-    wait_s = decode_s * max(0.0, over) / freed
-    share = memory.share(load)
-    taken = min(1.0, (memory.need_tokens + grow_tokens(load)) / capacity)
+    wait_s = decode_s * max(0.0, fullness.used_tokens - capacity) / freed
+    taken = min(1.0, (memory.need_tokens + fullness.grow_tokens) / capacity)
     return wait_s + MEMORY_WEIGHT * decode_s * taken * share / (1 - share)
 
 
