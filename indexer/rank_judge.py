@@ -10,6 +10,7 @@ from indexer.core.contradictions import Cause, Weighed, weigh
 from indexer.core.events import BlockRemoved
 from indexer.core.rank_holdings import RankHoldings
 from indexer.core.rank_status import RankCounts
+from indexer.core.rebuild_schedule import RebuildSchedule
 from indexer.core.reports import CacheReport, Report
 from indexer.core.throttle import Throttle
 from indexer.core.witness import Evidence, Pending, RankWitness
@@ -20,6 +21,8 @@ _logger = structlog.get_logger(__name__)
 
 _MOST_ROUNDS = 1000
 """For one report: a million ghosts."""
+_REWRITE_S = 10.0
+"""At the earliest, between two rewrites of an index that differs: it may have to be looked into."""
 
 
 class RankJudge:
@@ -41,6 +44,7 @@ class RankJudge:
         self._clock = clock
         self._throttle = Throttle(config.log_interval_s)
         self._witness = RankWitness(writer.blocks.epoch, config.silent_after_s)
+        self._rewrites = RebuildSchedule(_REWRITE_S)
 
     def hear(self, report: Report) -> Iterable[Evidence]:
         """Take in one report; what it proves at once is for `tell`."""
@@ -52,9 +56,18 @@ class RankJudge:
         return ()
 
     async def tell(self, proved: Iterable[Evidence]) -> None:
-        """Have the stream draw its conclusions."""
+        """Have the stream draw its conclusions, or the index written anew."""
         for evidence in proved:
-            await self._subscriber.on_evidence(evidence)
+            if evidence is Evidence.INDEX_DIFFERS:
+                self._doubt_index()
+            else:
+                await self._subscriber.on_evidence(evidence)
+
+    def _doubt_index(self) -> None:
+        now_s = self._clock()
+        if not self._rewrites.wait_s(now_s):
+            self._rewrites.asked(now_s)
+            self._writer.keeper.doubt()
 
     async def tick(self) -> None:
         """Weigh what is due."""
@@ -78,7 +91,8 @@ class RankJudge:
     async def _weigh(self, due: Pending) -> None:
         witness = self._witness
         weighed = await self._prune_some(due)
-        if witness.postpone(due, weighed.cause, self._clock()):
+        is_unwritten = self._writer.keeper.has_unwritten
+        if witness.postpone(due, weighed.cause, self._clock(), is_unwritten=is_unwritten):
             return
         self._counts.contradictions[weighed.cause] += 1
         if weighed.copies and self._throttle.admits("pruned", self._clock()):
@@ -107,5 +121,6 @@ class RankJudge:
             return weighed.events
 
         await writer.keeper.prune(blocks, find)
+        writer.recent.remove(self._clock(), weighed.events)
         self._counts.pruned_blocks += weighed.copies
         return weighed

@@ -8,9 +8,11 @@ Rules:
    written together, net, as the next update. A rank that is busy pays one round trip for many;
    `written_seq` tells how far the index is. No more than `_MOST_UNWRITTEN_BYTES` of them wait, so
    that one update is never a long script.
-3. At each heartbeat the lease is renewed, and it shows if the index still has what was written.
+3. At each heartbeat the lease is renewed, and it shows if the index still has what was written:
+   its last batch, and as many keys.
 4. A full index is given room: the rank's entries, which are out of date, are withdrawn.
-5. Another process that writes this rank is no fault to recover from: `NotOwnerError` goes up.
+5. An index that is found to give what the tables have not is written anew at once.
+6. Another process that writes this rank is no fault to recover from: `NotOwnerError` goes up.
 
 Without a journal (the index in memory) all of it is one call.
 """
@@ -108,6 +110,10 @@ class RankKeeper:
         self._pause = 0
         """Heartbeats to wait before the next attempt at a rewrite."""
         self._next_pause = 1
+        self._entries = 0
+        """Keys that the index should have."""
+        self._doubted = asyncio.Event()
+        """The index isn't what was written to it."""
 
     def rename(self, alias: str) -> None:
         """Its instance's name in the log from now on."""
@@ -143,6 +149,7 @@ class RankKeeper:
         self._latest = blocks, record.seq, record.digest
         self.written_seq = record.seq
         self._trust = record.trust
+        self._entries = blocks.entries
 
     async def open(self, blocks: RankBlocks) -> None:
         """Nothing of an older epoch counts from here on, even if no batch ever follows."""
@@ -155,6 +162,7 @@ class RankKeeper:
         )
         async with self._turn:
             self._latest = blocks, BEFORE_FIRST_SEQ, 0
+            self._entries = 0
             self._settle(None)  # what the old epoch left unwritten counts no more
             if not self.is_behind:
                 await self._attempt(lambda: self._index.apply(update))
@@ -194,7 +202,9 @@ class RankKeeper:
             events = find()
             seq = BEFORE_FIRST_SEQ if self.written_seq is None else self.written_seq
             if events:
-                await self._index.apply(blocks.apply(seq, EventBatch(0.0, None, list(events))))
+                update = blocks.apply(seq, EventBatch(0.0, None, list(events)))
+                self.on_changes(update.changes)
+                await self._index.apply(update)
             return
         await self._have_room()
         async with self._tables:
@@ -205,6 +215,20 @@ class RankKeeper:
                 blocks.absorb(EventBatch(0.0, None, list(events)))
                 self._unwritten_bytes += sum(_HASH_BYTES * len(event.hashes) for event in events)
                 self._due.set()
+
+    def doubt(self) -> None:
+        """Readers were given what the tables have not: write all of it anew, now.
+
+        Without a journal readers read the tables, and there is nothing to write.
+        """
+        if self._journal is not None and not self.is_behind:
+            self._differ()
+            self._doubted.set()
+
+    def _differ(self) -> None:
+        self._faults["differs"] += 1
+        _logger.warning("index_differs", **self._names())
+        self.is_behind = True
 
     async def _have_room(self) -> None:
         while self._unwritten_bytes > _MOST_UNWRITTEN_BYTES:
@@ -237,11 +261,17 @@ class RankKeeper:
         share = payload_digest(repr(self._rank).encode()) % 997 / 997
         await asyncio.sleep(journal.heartbeat_s * share)
         while True:
-            await asyncio.sleep(journal.heartbeat_s)
+            await self._next_beat(journal.heartbeat_s)
             if not self.is_behind:
                 await self._renew(journal)
             if self.is_behind:
                 await self._repair(journal)
+
+    async def _next_beat(self, heartbeat_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(heartbeat_s):
+                await self._doubted.wait()
+        self._doubted.clear()
 
     async def _write_latest(self) -> None:
         """Write what isn't written. Where that failed before, the tables are all that counts."""
@@ -252,6 +282,7 @@ class RankKeeper:
         async with self._tables:
             blocks, seq, digest = self._latest
             update = blocks.take(seq, digest)
+            self._entries = blocks.entries
             self.on_changes(update.changes)
             self._due.clear()
             self._unwritten_bytes = 0
@@ -274,6 +305,8 @@ class RankKeeper:
             try:
                 await journal.renew(self._rank)
                 self.problem = None
+                if await journal.entries(self._rank) != self._entries:
+                    self._differ()
             except IndexUnavailableError as error:
                 # It may have kept everything: that shows when it answers again.
                 self._faults["not_renewed"] += 1
@@ -295,6 +328,7 @@ class RankKeeper:
         if self._latest is not None:
             blocks, seq, digest = self._latest
             blocks.take(seq, digest)  # the snapshot has it too
+            self._entries = blocks.entries
             parts = blocks.snapshot(seq, digest, PART_BLOCKS)
             if not await self._attempt(lambda: journal.rewrite(self._model, self._trust, parts)):
                 return False

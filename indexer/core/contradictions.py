@@ -5,23 +5,26 @@ Rules:
 1. Predicted too much: the engine lacked one block, and so all below it, since vLLM evicts tails
    first. Was that block removed, or everything cleared, since the index was asked, then events
    have told it, and nothing is to be done.
-2. Else every copy of it, and of what lies below, that was there before is a ghost and goes. Copies
+   So it is if the block was evicted and computed again since.
+2. Were there no such events, and the tables hold no copy from before either, then readers were given
+   what the tables never had: the index isn't what was written to it.
+3. Else every copy of it, and of what lies below, that was there before is a ghost and goes. Copies
    stored since stay: the very request computed the block anew, and had it announced. A batch has to be
    noted before it is applied: a copy that isn't noted yet would be taken for an old one.
-3. A hash may be held several times, and several hashes may mean one key: copies are weighed per
+4. A hash may be held several times, and several hashes may mean one key: copies are weighed per
    hash and tier, as they are counted.
-4. Predicted too little: if the block is held by now, or has left since, events have told it. Else the
+5. Predicted too little: if the block is held by now, or has left since, events have told it. Else the
    engine has blocks that were never told of.
-5. Nothing is pruned on a guess: not if the batches since then are not all remembered, nor if the
+6. Nothing is pruned on a guess: not if the batches since then are not all remembered, nor if the
    block was not announced anew (then the stream has not come that far), nor in a rank with several
    KV-cache groups, where a window may have ended the hit.
-6. An engine that drafts tokens computes the last block of every hit anew. A rank that is one block
+7. An engine that drafts tokens computes the last block of every hit anew. A rank that is one block
    short whenever it hits, and was never exact, is taken for one.
 
 Cost: a step per block below the contradicted one; where hashes have twins, per hash of the group.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -54,6 +57,8 @@ class Cause(StrEnum):
     """A window or state group may have ended the hit."""
     GHOST = "ghost"
     """The tables had a block that the engine had not."""
+    INDEX_DIFFERS = "index_differs"
+    """The index promised a block that the tables had not."""
     UNSEEN = "unseen"
     """The engine had blocks that the tables have not."""
 
@@ -114,10 +119,19 @@ def _told_by_events(
     if recent.cleared_s is not None and recent.cleared_s >= matched_s:
         return Cause.RESET_SEEN_LATE
     if not held.holds(key):
-        return Cause.EVICTED_SINCE
+        return _why_gone(key, set(), matched_s, recent)
     if not recent.reaches(matched_s):
         return Cause.TOO_LONG_AGO
     return None if held.has_one_group else Cause.OTHER_GROUPS
+
+
+def _why_gone(key: BlockKey, marks: Set[int], matched_s: float, recent: RecentBatches) -> Cause:
+    """No copy from before is there now: by which word."""
+    if recent.has_lost_since(matched_s, key) or recent.has_removed_since(matched_s, marks):
+        return Cause.EVICTED_SINCE
+    if not recent.remembers_losses(matched_s):
+        return Cause.TOO_LONG_AGO
+    return Cause.INDEX_DIFFERS
 
 
 def _weigh_copies(
@@ -139,7 +153,8 @@ def _weigh_copies(
     if not is_told:
         return Weighed(cause=Cause.RECOMPUTE_UNTOLD)
     if not top_ghosts:
-        return Weighed(cause=Cause.EVICTED_SINCE)
+        tops = {mark(each.engine_hash, group, each.tier) for each in found if each.key == key}
+        return Weighed(cause=_why_gone(key, tops, matched_s, recent))
     ghosts.sort(key=lambda ghost: ghost[0].key == key)
     some, is_all = _some(ghosts)
     return Weighed(cause=Cause.GHOST, events=_removals(some, group), is_all=is_all)

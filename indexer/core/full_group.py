@@ -151,6 +151,11 @@ class FullGroup:
         """Keys that the index should have on `tier`."""
         return self._held.reachable_keys(tier)
 
+    @property
+    def entries(self) -> int:
+        """How many keys those are, over all tiers."""
+        return self._held.reachable_entries
+
     def restore(self, rows: Iterable[BlockRow]) -> bool:
         """Take over rows, which the index has already; False if some hang in the air."""
         ready: list[tuple[Node, BlockRow]] = []

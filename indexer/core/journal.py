@@ -80,6 +80,10 @@ class RankJournal(Protocol):
         """Extend the lease. Raises IndexLostError if what was written last isn't there."""
         ...
 
+    async def entries(self, rank: RankId) -> int:
+        """How many keys it has of a rank, counted once per group and tier."""
+        ...
+
     async def withdraw(self, rank: RankId) -> None:
         """Drop a rank's entries from every answer until it is rewritten."""
         ...

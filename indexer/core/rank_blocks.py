@@ -116,6 +116,11 @@ class RankBlocks:
         return sum(group.reachable_blocks for group in self._groups.fulls)
 
     @property
+    def entries(self) -> int:
+        """Keys that the index should have, counted once per group and tier. Constant time."""
+        return sum(group.entries for group in self._known.values())
+
+    @property
     def groups(self) -> Mapping[int, GroupSpec]:
         """What is known of each group."""
         return {number: group.spec for number, group in self._known.items()}

@@ -34,7 +34,7 @@ class RankCounts:
     connections: int = 0
     """Times the live socket got a peer."""
     index_faults: Counter[str] = field(default_factory=Counter)
-    """What went wrong with the index: unavailable, full, lost, not_renewed, taken_over."""
+    """What went wrong with the index: unavailable, full, lost, differs, not_renewed, taken_over."""
     contradictions: Counter[str] = field(default_factory=Counter)
     """Finished legs that found other blocks cached than predicted, by cause."""
     pruned_blocks: int = 0

@@ -65,10 +65,10 @@ class RankStream:
         self._is_replay_foreign = False  # it keeps contradicting what comes live
         self._forget_life()
 
-    def _forget_life(self) -> None:
+    def _forget_life(self, *, by_rebuild: bool = False) -> None:
         self._next: int | None = None
         """The number to apply next; None: nothing is known of this life."""
-        self.trust.on_epoch()
+        self.trust.on_epoch(by_rebuild=by_rebuild)
         self._known = KnownBatches()
         self._doubt: str | None = None
         """Why the publisher may be another process by now."""
@@ -354,7 +354,7 @@ class RankStream:
 
     def _rebuild(self) -> list[Effect]:
         held = self._known.held
-        self._forget_life()
+        self._forget_life(by_rebuild=True)
         for seq, payload in held.items():
             self._known.hold(seq, payload)
         self._is_rebuilding = True

@@ -15,7 +15,8 @@ Rules:
    parent: then the engine never announced it, or has dropped it since; for contradictions until one
    complete replay has not ended them. Once the bound was hit both may be because of it.
 4. A new epoch forgets what stood against the old one, silently: until it has been joined the last
-   word stays, and only the join says otherwise.
+   word stays, and only the join says otherwise. A rebuild is of the same engine: what it told before
+   doesn't end its silence.
 5. A change of level, or of the reason for a lower one, is reported once.
 
 Cost: constant.
@@ -49,6 +50,8 @@ class RankTrust:
         self._orphans = 0
         self._contradiction: str | None = None
         self._is_silent = False
+        self._newest = -1
+        """Number of the newest batch that had its turn."""
         self._is_replay_tried = False
         """A complete replay has told all there is to tell."""
 
@@ -65,10 +68,13 @@ class RankTrust:
         is_hopeless = self._is_replay_tried or self._bound_hit_at is not None
         return self._loss is not None or (is_untold and not is_hopeless)
 
-    def on_epoch(self) -> None:
+    def on_epoch(self, *, by_rebuild: bool = False) -> None:
         """Nothing that stood against the old epoch matters any more."""
+        said = self._is_silent, self._newest
         self._is_joined = False
         self._forget()
+        if by_rebuild:
+            self._is_silent, self._newest = said
 
     def on_nothing_known(self) -> list[Effect]:
         """Nobody could tell anything about this epoch."""
@@ -105,7 +111,8 @@ class RankTrust:
 
     def on_applied(self, seq: int, outcome: BatchOutcome, *, is_gap_open: bool) -> list[Effect]:
         """Batch `seq` had its turn."""
-        effects = self.on_heard()
+        effects = self.on_heard() if seq > self._newest else []
+        self._newest = max(seq, self._newest)
         if outcome.is_cleared and not is_gap_open:
             effects += self.on_cleared(seq)
         if outcome.has_refusals:
@@ -137,12 +144,14 @@ class RankTrust:
                 if self._contradiction is not None:
                     self._contradiction = None
                     self._is_replay_tried = False
+            case Evidence.INDEX_DIFFERS:
+                pass  # the tables are right: the index is written anew
             case _:
                 assert_never(evidence)
         return self._weigh("agreed")
 
     def on_heard(self) -> list[Effect]:
-        """A batch has come."""
+        """A batch has come that was not known."""
         if not self._is_silent:
             return []
         self._is_silent = False

@@ -126,6 +126,11 @@ class WindowGroup:
         """Keys that the index should have on `tier`."""
         return list(self._holders[tier])
 
+    @property
+    def entries(self) -> int:
+        """How many keys those are, over all tiers."""
+        return sum(map(len, self._holders))
+
     def restore(self, rows: Iterable[BlockRow]) -> bool:
         """Take over rows, which the index has already."""
         for row in rows:

@@ -7,7 +7,8 @@ Rules:
 2. Of a report's way here only the waiting is in its age, so the index was asked up to `SLACK_S` before
    the moment that the age gives. The earlier one counts: then too little is pruned, never too much.
 3. Of the last `WINDOW` comparable legs, `UNSEEN_LIMIT` with blocks that were never told of, or
-   `OVER_LIMIT` without the blocks promised, say so of the rank. Then counting begins anew.
+   `OVER_LIMIT` without the blocks promised, say so of the rank; `DIFFERS_LIMIT` that were promised what
+   the tables never had say so of the index. Then counting begins anew.
 4. `AGREED_NEEDED` legs in a row with the cached tokens predicted take that back. What events explain
    neither counts nor breaks the row.
 5. A leg that computed a whole block makes the engine publish. If `SILENT_LEGS` of them were matched
@@ -29,6 +30,7 @@ SLACK_S = 0.1
 WINDOW = 20
 UNSEEN_LIMIT = 3
 OVER_LIMIT = 5
+DIFFERS_LIMIT = 3
 AGREED_NEEDED = 20
 SILENT_LEGS = 3
 MAX_PENDING = 1024
@@ -43,6 +45,8 @@ class Evidence(StrEnum):
     """Blocks promised were not there, again and again."""
     SILENT = "silent"
     """The engine computes, and publishes nothing."""
+    INDEX_DIFFERS = "index_differs"
+    """The index gives what the tables have not: it was changed by somebody else, or by a fault."""
     AGREED = "agreed"
 
 
@@ -101,9 +105,15 @@ class RankWitness:
             return self._postponed.popleft()[1]
         return None
 
-    def postpone(self, pending: Pending, cause: Cause, now_s: float) -> bool:
-        """Whether it will be due again; if not, that cause is the last word."""
-        if now_s >= pending.last_s or cause not in _MAY_BE_TOLD_YET:
+    def postpone(
+        self, pending: Pending, cause: Cause, now_s: float, *, is_unwritten: bool = False
+    ) -> bool:
+        """Whether it will be due again; if not, that cause is the last word.
+
+        `is_unwritten`: the index hasn't got all that the tables have, so it is bound to differ.
+        """
+        is_early = is_unwritten if cause is Cause.INDEX_DIFFERS else cause in _MAY_BE_TOLD_YET
+        if now_s >= pending.last_s or not is_early:
             return False
         self._postponed.append((now_s + RETRY_S, pending))
         return True
@@ -116,6 +126,8 @@ class RankWitness:
         """A contradiction was weighed."""
         if cause is Cause.UNSEEN:
             return self._count("unseen", UNSEEN_LIMIT, Evidence.UNSEEN_BLOCKS)
+        if cause is Cause.INDEX_DIFFERS:
+            return self._count("differs", DIFFERS_LIMIT, Evidence.INDEX_DIFFERS)
         if cause.is_over_evidence:
             return self._count("over", OVER_LIMIT, Evidence.MISPREDICTED)
         return []

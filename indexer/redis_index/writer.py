@@ -115,11 +115,8 @@ class RedisIndexWriter:
             await self._remove(home, keep_state=False)
 
     async def size(self) -> IndexSize:
-        by_rank = {
-            rank: sum([await self._connection.cardinality(key) for key in home.set_keys()])
-            for rank, home in tuple(self._homes.items())
-            if home.epoch
-        }
+        owned = [rank for rank, home in tuple(self._homes.items()) if home.epoch]
+        by_rank = {rank: await self.entries(rank) for rank in owned}
         return IndexSize(entries=sum(by_rank.values()), entries_by_rank=by_rank)
 
     # RankJournal.
@@ -189,6 +186,11 @@ class RedisIndexWriter:
         )
         self._check(answer, rank, home)
         await self._sweep_ended(home)
+
+    async def entries(self, rank: RankId) -> int:
+        home = self._homes.get(rank)
+        keys = [] if home is None else home.set_keys()
+        return sum([await self._connection.cardinality(key) for key in keys])
 
     async def withdraw(self, rank: RankId) -> None:
         home = self._homes.get(rank)

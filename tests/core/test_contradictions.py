@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from indexer.core.contradictions import MOST_COPIES, Cause, Weighed, weigh
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
+from indexer.core.index import BlocksDropped
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_holdings import RankHoldings
 from indexer.core.recent_batches import RecentBatches
@@ -55,8 +56,10 @@ class Rank:
     def batch(self, *events: Any) -> None:
         self.seq += 1
         batch = EventBatch(0.0, 0, list(events))
-        self.blocks.apply(self.seq, batch)
         self.recent.note(float(self.seq), batch)
+        for change in self.blocks.apply(self.seq, batch).changes:
+            if isinstance(change, BlocksDropped):
+                self.recent.lose(float(self.seq), change.keys)
 
     def over(self, block: int, matched_s: float) -> Weighed:
         """The engine lacked a block that was promised."""
@@ -75,6 +78,7 @@ class Rank:
         weighed = weigh(report, matched_s, self.held, self.recent)
         for event in weighed.events:
             self.blocks.apply(self.seq, EventBatch(0.0, None, [event]))
+        self.recent.remove(float(self.seq), list(weighed.events))
         return weighed
 
     def under(self, block: int) -> Weighed:
@@ -151,6 +155,39 @@ def test_block_that_is_gone_by_now_needs_nothing() -> None:
     rank.batch(removed(2), removed(1))
 
     assert rank.over(0, matched_s=1.5).cause is Cause.EVICTED_SINCE
+
+
+def test_index_that_promises_what_the_tables_never_had_differs() -> None:
+    """Whether or not the request computed the block meanwhile; that copy stays."""
+    rank = Rank()
+    rank.batch(stored(1))
+    untold = rank.over(1, matched_s=1.5)
+    rank.batch(stored(2, parent=1, first=1))
+
+    assert [untold, rank.over(1, matched_s=1.5)] == [Weighed(cause=Cause.INDEX_DIFFERS)] * 2
+    assert rank.copies(KEYS[1]) == 1
+
+
+def test_ghost_found_out_twice_is_no_fault_of_the_index() -> None:
+    """Two requests were promised it; the first one's report has pruned it."""
+    rank = Rank()
+    rank.batch(stored(1, 2))
+    rank.batch(stored(1, 2))
+
+    found = [rank.over(0, matched_s=1.5).cause for _ in range(2)]
+
+    assert found == [Cause.GHOST, Cause.EVICTED_SINCE]
+
+
+def test_index_is_not_blamed_if_losses_since_are_forgotten() -> None:
+    """What is absent now may have been there then."""
+    rank = Rank(recent=RecentBatches(0.0, max_hashes=1))
+    rank.batch(stored(1))
+    rank.batch(removed(1))
+    rank.batch(stored(2, 3))
+    rank.batch(removed(3), removed(2))
+
+    assert rank.over(0, matched_s=1.5).cause is Cause.TOO_LONG_AGO
 
 
 def test_reset_told_since_explains_it() -> None:
@@ -249,7 +286,7 @@ def test_rank_without_a_full_group_holds_nothing() -> None:
     rank = Rank()
 
     assert rank.under(0).cause is Cause.UNSEEN
-    assert rank.over(0, matched_s=0.5).cause is Cause.EVICTED_SINCE
+    assert rank.over(0, matched_s=0.5).cause is Cause.INDEX_DIFFERS
     assert list(rank.held.copies_below(KEYS[0])) == []
     assert rank.held.full_group == -1
 

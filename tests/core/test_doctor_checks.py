@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from balancer.core.fleet.snapshot import Role
+from balancer.core.settings.transfer import OffloadingSettings
 from indexer.core.model_cards import ServedModels
 from kvlb.doctor.core import engine_checks, event_checks, fleet_checks
 from kvlb.doctor.core.examination import FLEET_CHECKS, INSTANCE_CHECKS, examine
@@ -328,6 +329,18 @@ def test_shared_tier_is_seen_by_its_events() -> None:
 
     assert "events of tier cpu" in finding.seen
     assert "same --prefix-caching-hash-algo" in finding.change
+
+
+@pytest.mark.parametrize(
+    "transfer", [None, OffloadingSettings(p2p_host="10.0.0.1")], ids=["storage", "peers"]
+)
+def test_shared_tier_is_told_by_the_connector(transfer: OffloadingSettings | None) -> None:
+    """Peers read each other's blocks by name, or meet in a storage: no metric need say so."""
+    one, other = engine(**hashed(1)), second(**hashed(2))
+    told = replace(one.told, connector="offloading", transfer=transfer)
+    (finding,) = fleet_checks.hash_seed_differs(fleet(replace(one, told=told), other))
+
+    assert ("p2p_host" in finding.seen) == (transfer is not None)
 
 
 def test_old_sha256_is_told_of_its_seed() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from indexer.core.stream_effects import TrustChanged
+from indexer.core.stream_effects import BatchOutcome, TrustChanged
 from indexer.core.trust import RankTrust
 from indexer.core.types import Trust
 from indexer.core.witness import Evidence
@@ -176,3 +176,30 @@ def test_evidence_before_a_rank_is_joined_waits() -> None:
 
     assert trust.on_evidence(Evidence.SILENT) == []
     assert trust.on_whole("fresh") == [TrustChanged(Trust.DEGRADED, "silent")]
+
+
+def test_index_that_differs_from_the_tables_says_nothing_of_the_rank() -> None:
+    """It is written anew; the tables are as true as they were."""
+    trust = whole()
+
+    assert trust.on_evidence(Evidence.INDEX_DIFFERS) == []
+    assert trust.level is Trust.EXACT
+
+
+def test_rebuild_does_not_end_silence() -> None:
+    """What is told anew was told before; a number that wasn't known is news."""
+    trust = whole()
+    plain = BatchOutcome()
+    trust.on_applied(4, plain, is_gap_open=False)
+    trust.on_evidence(Evidence.SILENT)
+
+    trust.on_epoch(by_rebuild=True)
+    trust.on_whole("rebuilt", by_rebuild=True)
+    for seq in range(5):
+        trust.on_applied(seq, plain, is_gap_open=False)
+    retold = (trust.level, trust.reason)
+
+    assert retold == (Trust.DEGRADED, "silent")
+    assert trust.on_applied(5, plain, is_gap_open=False) == [
+        TrustChanged(Trust.EXACT, "heard_again")
+    ]

@@ -101,6 +101,25 @@ def test_five_broken_promises_prove_it_of_the_tables(witness: RankWitness) -> No
     assert witness.judge(Cause.GHOST) == [Evidence.MISPREDICTED]
 
 
+def test_three_promises_the_tables_never_made_prove_it_of_the_index(witness: RankWitness) -> None:
+    """Not the first: what is removed and stored in one write may look like it."""
+    judged = [witness.judge(Cause.INDEX_DIFFERS) for _ in range(4)]
+
+    assert judged == [[], [], [Evidence.INDEX_DIFFERS], []]
+
+
+def test_index_that_isn_t_written_yet_is_looked_at_again(witness: RankWitness) -> None:
+    """What left the tables just now is in it still."""
+    witness.hear(report(), 100.0)
+    pending = witness.take_due(100.0)
+    assert pending is not None
+
+    cause = Cause.INDEX_DIFFERS
+    assert witness.postpone(pending, cause, 100.0, is_unwritten=True)
+    assert not witness.postpone(pending, cause, 100.0)
+    assert not witness.postpone(pending, cause, 100.0 + GRACE_S, is_unwritten=True)
+
+
 def test_legs_that_agree_push_old_faults_out_of_sight(witness: RankWitness) -> None:
     """Only the last twenty count."""
     for _ in range(4):

@@ -18,6 +18,7 @@ from balancer.core.settings.control import ProbeSettings, TokensSettings
 from balancer.core.settings.routing import RoutingSettings
 from indexer.core.events import BlockStored
 from indexer.core.types import EngineHash, InstanceId, RankId
+from indexer.redis_index.keys import rank_digest
 from indexer.redis_index.settings import RedisSettings
 from indexer.service import IndexerService
 from kvlb.running import run_balancer, run_indexer, running_kvlb
@@ -270,10 +271,61 @@ async def test_scattered_ghosts_of_the_index_go_with_a_rebuild(composed: Compose
         assert await kvlb.metric("kvlb_mispredictions_total", cause="ghost") >= 5
 
         async def is_whole_again() -> bool:
-            held = [await kvlb.overlap(each) for each in true_prompts()]
-            return held == [TRUE_BLOCKS] * TRUE_PROMPTS and await kvlb.trust() == "exact"
+            return await has_true_blocks(kvlb) and await kvlb.trust() == "exact"
 
         await until(is_whole_again)
+
+
+@pytest.mark.parametrize("composed", ["redis", "processes"], indirect=True)
+async def test_ghosts_of_redis_alone_go_when_it_is_written_anew(
+    composed: Composed, redis_server: Any
+) -> None:
+    """Somebody added them to the rank's set: the indexer's tables, and its engine, never had them."""
+    chains = [tokens(700 + number, 10) for number in range(GHOSTS // 10)]
+    async with composed() as kvlb:
+        await fill_truly(kvlb)
+        for each in chains:
+            await kvlb.ask(prompt(each), url=kvlb.engines[1].url)
+        await until(lambda: holds(kvlb, chains[-1], "m1"))
+        copy_blocks(redis_server, kvlb.engines[1].url, kvlb.engines[0].url)
+        await kvlb.http.post(f"{kvlb.engines[1].url}/reset_prefix_cache")
+        await kvlb.ask(prompt(tokens(1, 1)), url=kvlb.engines[1].url)  # its next step tells of it
+        await until(lambda: lacks(kvlb, chains[-1], "m1"))
+        assert await kvlb.overlap(chains[-1]) == 10
+
+        for number in range(MOST_REQUESTS):
+            await kvlb.ask(prompt(chains[number]))
+            if await kvlb.overlap(chains[-1]) == 0:
+                break
+
+        await until(lambda: has_true_blocks(kvlb))  # none while it is being written
+        assert [await kvlb.overlap(each) for each in chains[MOST_REQUESTS:]] == [0] * 80
+        assert await kvlb.metric("kvlb_mispredictions_total", cause="index_differs") >= 3
+        assert await kvlb.metric("kvlb_index_faults_total", instance="m0", reason="differs") == 1
+        assert await kvlb.trust() == "exact"
+
+
+async def has_true_blocks(kvlb: Running) -> bool:
+    held = [await kvlb.overlap(each) for each in true_prompts()]
+    return held == [TRUE_BLOCKS] * TRUE_PROMPTS
+
+
+async def holds(kvlb: Running, chain: Sequence[int], alias: str) -> bool:
+    return await kvlb.overlap(chain, alias) > 0
+
+
+async def lacks(kvlb: Running, chain: Sequence[int], alias: str) -> bool:
+    return not await kvlb.overlap(chain, alias)
+
+
+def copy_blocks(server: Any, source: str, target: str) -> None:
+    """Add what Redis has of one engine's blocks to another's."""
+    names = [
+        server.command("--scan", "--pattern", f"*:{rank_digest(RankId(InstanceId(url), 0))}:*:16:0")
+        for url in (target, source)
+    ]
+    into, more = (name.strip() for name in names)
+    assert server.command("SUNIONSTORE", into, into, more)
 
 
 async def plant(indexer: IndexerService, url: str, chains: Sequence[Sequence[int]]) -> None:

@@ -10,10 +10,11 @@ from structlog.testing import capture_logs
 
 from indexer.config import RankSource
 from indexer.core.events import BlockRemoved, BlockStored, Event, EventBatch
-from indexer.core.hashing import Namespace
-from indexer.core.index import BlocksHeld, Prompt
+from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
+from indexer.core.index import BlocksHeld, Prompt, RankUpdate
 from indexer.core.rank_blocks import RankBlocks
-from indexer.core.types import EngineHash, InstanceId, RankId, Trust
+from indexer.core.types import EngineHash, InstanceId, RankId, Tier, Trust
+from indexer.memory_index import MemoryIndex
 from indexer.rank_keeper import RankKeeper
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
@@ -21,6 +22,8 @@ from indexer.turns import Turns
 
 SIZE = 4
 R0 = RankId(InstanceId("http://e0:8000"), 0)
+SOURCE = RankSource(rank=R0, alias="e0", model="tiny", events="", replay=None)
+KEYS = block_keys(root_key(Namespace(model="tiny")), pack_tokens(range(2 * SIZE)), SIZE)
 PROMPT = Prompt(Namespace(model="tiny"), range(100 * SIZE))
 
 
@@ -42,11 +45,10 @@ class Kept:
         self.server = server
         self.index = RedisIndex(RedisConnection(server.settings()))
         self.faults: Counter[str] = Counter()
-        source = RankSource(rank=R0, alias="e0", model="tiny", events="", replay=None)
         self.keeper = RankKeeper(
             index=self.index,
             journal=self.index,
-            source=source,
+            source=SOURCE,
             faults=self.faults,
             on_progress=lambda: None,
             turns=Turns(),
@@ -71,6 +73,13 @@ class Kept:
         async with asyncio.timeout(5):
             while True:
                 if not self.keeper.has_unwritten:
+                    return
+                await asyncio.sleep(0.005)
+
+    async def is_level(self) -> None:
+        async with asyncio.timeout(5):
+            while True:
+                if not self.keeper.is_behind:
                     return
                 await asyncio.sleep(0.005)
 
@@ -205,3 +214,58 @@ async def test_broken_redis_holds_nobody_up(kept: Kept) -> None:
     assert "is it running" in (problem or "")
     assert await kept.held() == 8
     assert kept.keeper.problem is None
+
+
+async def test_index_that_gives_what_was_never_written_is_written_anew(kept: Kept) -> None:
+    """Somebody has changed Redis: the tables are right, and all of them goes out again at once."""
+    await kept.apply(stored(1))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(kept.keeper.run())
+        await kept.is_written()
+        stranger = BlocksHeld(group=0, tier=Tier.GPU, keys=[KEYS[1]])
+        strange = RankUpdate(rank=R0, model="tiny", epoch=1, seq=1, changes=(stranger,))
+        await kept.index.apply(strange)
+        promised = await kept.held()
+
+        kept.keeper.doubt()
+        kept.keeper.doubt()
+        await kept.is_level()
+        running.cancel()
+
+    assert (promised, await kept.held(), kept.faults["differs"]) == (2, 1, 1)
+
+
+async def test_keys_that_went_missing_are_written_anew(kept: Kept) -> None:
+    """Somebody has deleted a set; life and state are there, so only the count tells."""
+    await kept.apply(stored(1), stored(2))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(kept.keeper.run())
+        await kept.is_written()
+        name = kept.server.command("--scan", "--pattern", f"*:0:{SIZE}:0").strip()
+        assert kept.server.command("DEL", name) == "1"
+        lost = await kept.held()
+        async with asyncio.timeout(10):
+            while True:
+                if await kept.held() == 2:
+                    break
+                await asyncio.sleep(0.02)
+        running.cancel()
+
+    assert (lost, kept.faults["differs"]) == (0, 1)
+
+
+async def test_index_in_memory_is_never_doubted() -> None:
+    """Readers read the tables: there is nothing to write anew."""
+    faults: Counter[str] = Counter()
+    keeper = RankKeeper(
+        index=MemoryIndex(),
+        journal=None,
+        source=SOURCE,
+        faults=faults,
+        on_progress=lambda: None,
+        turns=Turns(),
+    )
+
+    keeper.doubt()
+
+    assert (keeper.is_behind, faults) == (False, {})

@@ -4,8 +4,8 @@ Rules:
 
 1. Only ranks of the fleet are remembered; what the index says of others is counted and dropped.
 2. Another epoch than last time means that the rank restarted: whoever asked is told, once.
-3. A rank that the index is without is not shown. Its block size, trust and epoch stay, for
-   predictions, and to notice that it restarted.
+3. A rank that the index is without is not shown, and nothing is believed of it. Its block size and
+   epoch stay, for predictions, and to notice that it restarted.
 4. The last block size outlives an epoch: it is the best guess until the rank stores again.
 
 Cost: a few dictionary operations per rank and lookup, and one look at all of them per snapshot of the fleet.
@@ -52,11 +52,14 @@ class KnownRanks:
     def miss(self, ranks: Set[RankId]) -> None:
         """The index answered without them."""
         self._missed |= ranks
+        for rank in ranks & self.trusts.keys():
+            del self.trusts[rank]
 
     def _keep_only(self, fleet: Set[RankId]) -> None:
         self._fleet = fleet
         for rank in self._epochs.keys() - fleet:
-            del self._epochs[rank], self.trusts[rank]
+            del self._epochs[rank]
+            self.trusts.pop(rank, None)
             self.block_sizes.pop(rank, None)
         self._missed &= fleet
 

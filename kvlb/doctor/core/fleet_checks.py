@@ -16,6 +16,7 @@ from ipaddress import ip_address
 
 from balancer.connectors.available import connector_conflicts, encoder_conflicts
 from balancer.core.fleet.snapshot import Instance, Role
+from balancer.core.settings.transfer import OffloadingSettings
 from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import (
     EndpointError,
@@ -144,7 +145,13 @@ def _shared_tier(facts: InstanceFacts) -> str | None:
         others = stream.tiers - {"gpu"}
         if others:
             return f"events of tier {min(others)}"
-    return facts.metrics.offload
+    if facts.metrics.offload is not None:
+        return facts.metrics.offload
+    transfer = facts.told.transfer
+    if isinstance(transfer, OffloadingSettings) and transfer.p2p_host is not None:
+        return f"`transfer.p2p_host: {transfer.p2p_host}`"
+    # Between prefill and decode engines without peers of their own, both use one storage.
+    return "`connector: offloading`" if facts.told.connector == "offloading" else None
 
 
 def connectors_differ(fleet: FleetFacts) -> Iterator[Finding]:
