@@ -71,8 +71,9 @@ class PromptView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompts: tuple[Prompt, ...] = ()
     """One per prompt of the request; empty if it can't be scored."""
     source: str = "none"
-    """Where the tokens came from: `ids`, `local`, `cache`, `engine`, `before_media` (local ones up to the
-    first picture, sound or film; the rest is a guess), `opening` (no tokens: those that begin alike
+    """Where the tokens came from: `ids`, `local`, `cache`, `engine`, `with_media` (local ones with what
+    their media become), `before_media` (local ones up to the first picture, sound or film; the rest is
+    a guess), `opening` (no tokens: those that begin alike
     share a home) or `none`; a metric label."""
     unscorable: str | None = None
     """Why there are no tokens: `timeout`, `multimodal`, `no_tokenizer`, ...; a metric label."""

@@ -5,12 +5,7 @@ Blocking: for threads only. What is read from where is in `balancer/tokens/direc
 
 from collections.abc import Sequence
 
-from balancer.core.prompt.media_prefix import (
-    MIN_CREDITABLE_TOKENS,
-    STAND_INS,
-    common_prefix,
-    with_stand_in,
-)
+from balancer.core.prompt.media_prefix import STAND_INS, common_prefix, with_stand_in
 from balancer.core.prompt.shape import (
     ChatShape,
     TextShape,
@@ -31,7 +26,11 @@ class LocalTokenizer:
         self._templates = templates
 
     def encode(self, shape: TextShape | ChatShape, known: KnownPieces | None = None) -> Tokens:
-        """Ids of each prompt, of a chat with media those before the first. Raises UnscorableError."""
+        """Ids of each prompt. Raises UnscorableError.
+
+        Of a chat with media those before the first, and the whole with the template's own token for each
+        of them, if it writes such.
+        """
         known = NothingKnown() if known is None else known
         return self.read(shape, self.look_up(shape, known), known)
 
@@ -64,7 +63,5 @@ class LocalTokenizer:
 
 
 def _before_media(tokens: Tokens) -> Tokens:
-    creditable = common_prefix(tokens)
-    if creditable < MIN_CREDITABLE_TOKENS:
-        raise UnscorableError(Unscorable.MULTIMODAL)
-    return (tokens[0][:creditable],)
+    """What doesn't depend on the media, and, from a template that sees them, the whole of it."""
+    return (tokens[0][: common_prefix(tokens)], *tokens[len(STAND_INS) :])

@@ -15,7 +15,7 @@ from balancer.core.fleet.snapshot import Fleet
 from balancer.core.prompt.any_shape import shape_prompt
 from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.prompt.limits import PromptLimits, find_model_tokens
-from balancer.core.prompt.media_prefix import guess_rest_tokens
+from balancer.core.prompt.media_prefix import MIN_CREDITABLE_TOKENS, guess_rest_tokens
 from balancer.core.prompt.rendered import answer_shape
 from balancer.core.prompt.shape import (
     ChatShape,
@@ -30,9 +30,10 @@ from balancer.core.prompt.token_cache import Tokens
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.settings.control import TokensSettings
 from balancer.tokens.engine_tokens import ENGINE_MAY_KNOW, EngineTokenizer, EngineTokens
+from balancer.tokens.media import MediaWatch
 from balancer.tokens.parity import ParityWatch
 from balancer.tokens.pool import TokenPool
-from indexer.core.hashing import Namespace
+from indexer.core.hashing import MediumPlace, Namespace
 from indexer.core.index import Prompt
 
 HAS_NO_OPENING = frozenset(
@@ -57,8 +58,13 @@ class PromptReader:
         engine: EngineTokenizer | None,
         clock: Callable[[], float],
         parity: ParityWatch | None = None,
+        media: MediaWatch | None = None,
     ) -> None:
-        """`engine` None: engines are never asked. `parity` None: nor compared with. `clock` is monotonic."""
+        """`clock` is monotonic.
+
+        `engine` None: engines are never asked. `parity` None: nor compared with. `media` None: nor
+        learned from.
+        """
         self._deadline_s = settings.deadline_s
         self._limits = PromptLimits(
             max_prompts=settings.max_prompts, max_tokens=settings.max_prompt_tokens
@@ -67,6 +73,7 @@ class PromptReader:
         """Prompts of token ids that were read."""
         self._pool = pool
         self._parity = parity
+        self._media = media if settings.engine_fallback else None
         self._engine = (
             EngineTokens(settings, engine, clock) if engine and settings.engine_fallback else None
         )
@@ -89,14 +96,26 @@ class PromptReader:
     async def _read_before_media(
         self, fleet: Fleet, request: GenerateRequest, shape: ChatShape
     ) -> PromptView:
-        """Only the text before the first medium can be matched. Engines aren't asked: they fetch."""
+        """Media that are known are part of it; else only the text before the first can be matched.
+
+        Engines aren't asked now: they fetch.
+        """
         ends_s = asyncio.get_running_loop().time() + self._deadline_s
         try:
-            ((known,), _) = await self._tokenize_here(request, shape, ends_s)
+            ((known, *whole), _) = await self._tokenize_here(request, shape, ends_s)
         except UnscorableError as error:
             reason = error.reason
             has_failed = reason in ENGINE_MAY_KNOW or reason is Unscorable.REFUSED
             raise UnscorableError(Unscorable.MULTIMODAL if has_failed else reason) from error
+        if whole and self._media is not None:
+            placed = self._media.place(fleet, request, whole[0])
+            if placed is not None:
+                ids, places = placed
+                self._limits.check_lengths([len(ids)], find_model_tokens(fleet, request.model))
+                prompts = _prompts(request, [ids], media=places)
+                return PromptView(prompts=prompts, source="with_media")
+        if len(known) < MIN_CREDITABLE_TOKENS:
+            raise UnscorableError(Unscorable.MULTIMODAL)
         ids = array("I", known)
         ids.extend([0] * guess_rest_tokens(shape))
         self._limits.check_lengths([len(ids)], find_model_tokens(fleet, request.model))
@@ -159,11 +178,17 @@ def _prompts(
     request: GenerateRequest,
     ids: Sequence[Sequence[int]],
     creditable_tokens: int | None = None,
+    media: Sequence[MediumPlace] = (),
 ) -> tuple[Prompt, ...]:
     namespace = Namespace(
         model=request.base_model, lora=request.lora, cache_salt=request.cache_salt
     )
     try:
-        return tuple([Prompt(namespace, each, creditable_tokens=creditable_tokens) for each in ids])
+        return tuple(
+            [
+                Prompt(namespace, each, creditable_tokens=creditable_tokens, media=media)
+                for each in ids
+            ]
+        )
     except (OverflowError, TypeError) as error:
         raise UnscorableError(Unscorable.BAD_TOKENS) from error

@@ -1,5 +1,6 @@
 """The tokens stage as a whole: its threads, its comparisons, and who reads prompts through them."""
 
+import asyncio
 from collections.abc import Callable
 
 import structlog
@@ -8,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from balancer.core.record import RequestRecord
 from balancer.core.settings.control import TokensSettings
 from balancer.tokens.engine_tokens import EngineTokenizer
+from balancer.tokens.media import MediaWatch
 from balancer.tokens.parity import ParityWatch
 from balancer.tokens.pool import TokenPool
 from balancer.tokens.reader import PromptReader
@@ -39,8 +41,14 @@ class TokensStage:
         self._parity = parity
         self.status = parity.status
         """By model where tokens come from, and how they compare with the engine's."""
+        self._media = MediaWatch(engine, clock)
         self.reader = PromptReader(
-            settings=settings, pool=self._pool, engine=engine, clock=clock, parity=parity
+            settings=settings,
+            pool=self._pool,
+            engine=engine,
+            clock=clock,
+            parity=parity,
+            media=self._media,
         )
 
     async def run(self) -> None:
@@ -49,12 +57,18 @@ class TokensStage:
             await self._pool.load()
         except Exception:
             logger.exception("tokenizer_load_failed")
-        await self._parity.run()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._parity.run())
+            group.create_task(self._media.run())
 
     def on_record(self, record: RequestRecord) -> None:
         """A request has ended; what its engine counted may speak against our tokens."""
-        if record.prompt_source in {"local", "cache"} and record.counted_otherwise:
+        if not record.counted_otherwise:
+            return
+        if record.prompt_source in {"local", "cache"}:
             self._parity.book.doubt(record.base_model or "")
+        if record.prompt_source == "with_media":
+            self._media.surprised(record.base_model or "")
 
     def close(self) -> None:
         """End the threads; a prompt that is being tokenised ends by itself."""
