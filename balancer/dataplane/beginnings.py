@@ -132,7 +132,8 @@ async def _whole_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) 
     """The beginning of what is no stream. Raises EngineRefusedError if all of it is an error."""
     if is_usual(held):
         return held
-    while len(held) < DECISIVE_BYTES and (chunk := await _next_chunk(answer)):
+    # One that is cut behind its first byte is told as that, however early.
+    while len(held) < DECISIVE_BYTES and (chunk := await answer.next_chunk()):
         held += chunk
     if not begins_as_error(held):
         return held
