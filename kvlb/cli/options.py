@@ -57,7 +57,10 @@ ConfigOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A YAML file; see docs/configuration.md.")
 ]
 PolicyOption = Annotated[
-    PolicyName | None, typer.Option(help="How an instance is chosen; kvlb if not said.")
+    PolicyName | None,
+    typer.Option(
+        help="How an instance is chosen; kvlb if not said. A class of your own: `routing.policy` in the file."
+    ),
 ]
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
 PortOption = Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")]

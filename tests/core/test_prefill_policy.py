@@ -313,6 +313,9 @@ SPLITTABLE: list[dict[str, Any]] = [
     {"echo": True},
     {"logprobs": 3},
     {"max_tokens": 5, "max_completion_tokens": 50, "min_tokens": 20},
+    {"max_tokens": "5"},
+    {"max_tokens": " +5.0 ", "min_tokens": "5"},
+    {"max_tokens": 5.0, "n": "1"},
 ]
 
 NOT_SPLITTABLE: list[dict[str, Any]] = [
@@ -328,14 +331,18 @@ NOT_SPLITTABLE: list[dict[str, Any]] = [
     {"prompt": ["one", "two"]},
     {"prompt": [[1], [2]]},
     {"max_tokens": 0},
-    {"max_tokens": "5"},
+    {"max_tokens": "0"},
+    {"max_tokens": "five"},
+    {"max_tokens": 5.5},
+    {"max_tokens": [5]},
     {"max_tokens": True},
     {"max_completion_tokens": -1},
     {"n": 0},
     {"max_tokens": 5, "min_tokens": 6},
     {"max_completion_tokens": 5, "max_tokens": 50, "min_tokens": 6},
     {"min_tokens": -1},
-    {"min_tokens": "3"},
+    {"min_tokens": "x"},
+    {"max_tokens": "5", "min_tokens": 6.0},
     {"stream_options": {"include_usage": True}},
     {"stream": False, "stream_options": {"include_usage": True}},
 ]
@@ -351,6 +358,14 @@ def test_two_legs_can_serve(body: dict[str, Any]) -> None:
 def test_two_legs_cannot_serve(body: dict[str, Any]) -> None:
     """Either decode could not answer it, or an engine refuses it before any work (F32, F34)."""
     assert not is_splittable(body, 0)
+
+
+def test_limit_of_chats_is_nothing_to_a_completion() -> None:
+    """Engines pass over a field that an endpoint doesn't have."""
+    body = {"max_completion_tokens": 0, "max_tokens": 5, "min_tokens": 5}
+
+    assert is_splittable(body, 0, is_chat=False)
+    assert not is_splittable(body, 0, is_chat=True)
 
 
 def test_several_prompts_are_not_split() -> None:

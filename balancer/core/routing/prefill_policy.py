@@ -19,6 +19,7 @@ Rules, the first that applies decides:
    all down that has to be allowed (`allow_local_on_failure`).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What has been seen of both ways' rates, if they would decide and it is too little."""
 
 
+_WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]{1,18}(\.0*)?\s*", re.ASCII)
 _AGGREGATED = Verdict(reason=Reason.AGGREGATED)
 
 
@@ -153,10 +155,11 @@ def _remote_reason(facts: SplitFacts, settings: PdSettings) -> Reason:
     return Reason.REMOTE_PREFILL if facts.scored else Reason.UNSCORABLE
 
 
-def is_splittable(body: Mapping[str, Any], prompts: int) -> bool:
+def is_splittable(body: Mapping[str, Any], prompts: int, *, is_chat: bool = True) -> bool:
     """Whether two legs can serve this request, and an engine would take it at all.
 
-    `prompts` is how many prompts were found; 0 if they are unknown.
+    `prompts` is how many prompts were found; 0 if they are unknown. Only where it `is_chat` do engines
+    know `max_completion_tokens`.
     """
     if prompts > 1 or (not prompts and _names_several_prompts(body.get("prompt"))):
         return False  # only the first prompt's transfer parameters come back
@@ -168,7 +171,7 @@ def is_splittable(body: Mapping[str, Any], prompts: int) -> bool:
         return False  # asks for logprobs of the prompt under another name
     if body.get("prompt_embeds") is not None:
         return False
-    return not _is_refused(body)
+    return not _is_refused(body, is_chat=is_chat)
 
 
 def _names_several_prompts(prompt: object) -> bool:
@@ -182,24 +185,29 @@ def _wants_several_answers(body: Mapping[str, Any]) -> bool:
     if body.get("use_beam_search"):
         return True
     counts = (body.get("n"), body.get("best_of"))
-    return any(count is not None and count != 1 for count in counts)
+    return any(count is not None and _whole_number(count) != 1 for count in counts)
 
 
-def _is_refused(body: Mapping[str, Any]) -> bool:
+def _is_refused(body: Mapping[str, Any], *, is_chat: bool) -> bool:
     """Limits an engine answers with 4xx: it must see them unchanged, and do no work before."""
-    limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "n")]
-    if any(limit is not None and not _is_count(limit) for limit in limits):
+    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    limits = [_whole_number(body[name]) for name in names if body.get(name) is not None]
+    if any(limit is None or limit < 1 for limit in limits):
         return True
     if body.get("stream_options") and body.get("stream") is not True:
         return True
-    limit = limits[0] if limits[1] is None else limits[1]
-    least = body.get("min_tokens")
-    if least is None:
+    if body.get("min_tokens") is None:
         return False
-    if not isinstance(least, int) or least < 0:
-        return True
-    return limit is not None and least > limit
+    least = _whole_number(body["min_tokens"])
+    return least is None or least < 0 or any(least > limit for limit in limits[:1] if limit)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _whole_number(value: object) -> int | None:
+    """What engines read as one: 5, 5.0 and "5" alike. None: they refuse it."""
+    if type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
+        return int(value.partition(".")[0])
+    return None
