@@ -87,6 +87,8 @@ def test_previous_response_is_read(value: Any, expected: str | None) -> None:
         {"kv_transfer_params": None},
         {"ec_transfer_params": {}},
         {"vllm_xargs": {"kv_cache_report_mode": "full"}},
+        {"vllm_xargs": {"kv_transfer_params": "abc"}},
+        {"sampling_params": {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}}},
         {"request_id": "___prefill_addr_1.2.3.4:5___decode_addr_1.2.3.4:6_x"},
     ],
     ids=str,
@@ -120,3 +122,42 @@ def test_generation_nested_too_deep_for_us_is_refused() -> None:
     with pytest.raises(BadRequestError):
         read_body(JSON, PiecedBody((raw,)), generates=True)
     assert whole(read_body(JSON, PiecedBody((raw,)), generates=False).body) is raw
+
+
+def xargs_form(*values: str) -> tuple[bytes, PiecedBody]:
+    """With one field `vllm_xargs` for each value."""
+    parts = ['--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n']
+    parts += [
+        f'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{value}\r\n'
+        for value in values
+    ]
+    return b"multipart/form-data; boundary=b", PiecedBody(("".join([*parts, "--b--"]).encode(),))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ['{"kv_transfer_params": "abc"}'],
+        ['{"a": 1}', '{"kv_cache_\\u0072eport_mode": "full"}'],
+        ['{"ec_transfer_params": NaN}'],
+        ['{"session_id": "kvlb-full-report"}'],
+        ["[" * 60_000],
+        ["x" * 70_000],
+    ],
+    ids=["plain", "second", "not_strict", "session", "deep", "long"],
+)
+def test_form_that_sets_what_a_client_must_not_is_refused(values: list[str]) -> None:
+    """It can't be rewritten without a copy of its files."""
+    kind, body = xargs_form(*values)
+
+    with pytest.raises(BadRequestError, match="vllm_xargs"):
+        read_body(kind, body, generates=True)
+    assert read_body(kind, body, generates=False).body is body
+
+
+@pytest.mark.parametrize("value", ['{"top_k": 3}', "[1]", "{", "\x80"], ids=str)
+def test_form_with_other_arguments_passes(value: str) -> None:
+    """So does what is no JSON: the engine says so."""
+    kind, body = xargs_form(value)
+
+    assert read_body(kind, body, generates=True).body is body

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from balancer.core.fleet.snapshot import Instance
+from balancer.core.http.forbidden import without_forbidden
 from balancer.core.http.headers import pass_request_headers
-from balancer.core.http.rewrite import without_forbidden
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.core.routing.full_reports import FullReports, with_full_report
 from balancer.core.routing.plan import Candidate

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.core.errors import BadRequestError
+from balancer.core.http.forbidden import without_forbidden
 from balancer.core.http.rewrite import (
     check_generate_body,
     decode_body,
@@ -16,7 +17,6 @@ from balancer.core.http.rewrite import (
     splice_usage,
     wants_usage,
     with_usage,
-    without_forbidden,
 )
 from balancer.core.request import Endpoint
 
@@ -53,6 +53,16 @@ def test_report_mode_goes_and_its_neighbours_stay() -> None:
 
     assert without_forbidden(body) == {"vllm_xargs": {"a": 1}, "b": 2}
     assert without_forbidden({"vllm_xargs": [1]}) == {"vllm_xargs": [1]}
+
+
+def test_arguments_of_sampling_parameters_are_cleaned_alike() -> None:
+    """Engines read both as one."""
+    args = {"kv_transfer_params": {}, "ec_transfer_params": {}, "kv_cache_report_mode": "full"}
+    body = {"sampling_params": {"extra_args": {**args, "a": 1}, "n": 1}, "b": 2}
+    innocent = {"sampling_params": {"extra_args": {"a": 1}}}
+
+    assert without_forbidden(body) == {"sampling_params": {"extra_args": {"a": 1}, "n": 1}, "b": 2}
+    assert without_forbidden(innocent) is innocent
 
 
 @given(st.dictionaries(st.text(max_size=8), values, max_size=5), st.sampled_from(["", " \n", "\t"]))

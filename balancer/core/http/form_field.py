@@ -1,13 +1,13 @@
-"""Finds one field of a `multipart/form-data` body without looking at the files in it.
+"""Finds fields of a `multipart/form-data` body without looking at the files in it.
 
 Rules:
 
 1. Parts are told apart by the boundary alone: what stands inside a file is never taken for a
    field, whatever it looks like.
-2. The first field of the name counts. Clients write fields before files, so files are seldom
+2. Who asks for one field gets the first of its name. Clients write fields before files, so files are seldom
    searched at all.
-3. A part with a file name is a file, not a field. Headers over 8 KiB and values over 1 KiB are
-   none of ours.
+3. A part with a file name is a file, not a field. Headers over 8 KiB are none of ours, nor are values
+   over a limit.
 4. The body may be cut into pieces anywhere; it is not joined.
 
 Cost: a substring search over what stands before the field; a few hundred bytes are copied where
@@ -27,20 +27,32 @@ _MAX_VALUE_BYTES: Final = 1024
 
 
 def find_field(content_type: bytes, pieces: Iterable[bytes], name: bytes) -> bytes | None:
-    """Return the value of the form's field `name`; None if it has none."""
+    """Return the value of the form's first field `name`; None if it has none."""
+    return next(find_fields(content_type, pieces, name), None)
+
+
+def find_fields(
+    content_type: bytes,
+    pieces: Iterable[bytes],
+    name: bytes,
+    *,
+    max_value_bytes: int = _MAX_VALUE_BYTES,
+) -> Iterator[bytes | None]:
+    """Give the value of every field `name`; None for one that is over the limit, or has no end."""
     match = _BOUNDARY.search(content_type)
     if match is None:
-        return None
+        return
     reader = _Reader(pieces)
     delimiter = b"--" + (match.group(1) or match.group(2))
-    if not reader.skip_past(delimiter):
-        return None
-    while True:
+    more = reader.skip_past(delimiter)
+    while more:
         headers = reader.read_until(b"\r\n\r\n", _MAX_HEADER_BYTES)
         if headers is not None and _is_field(headers, name):
-            return reader.read_until(b"\r\n" + delimiter, _MAX_VALUE_BYTES)
-        if not reader.skip_past(b"\r\n" + delimiter):
-            return None
+            value = reader.read_until(b"\r\n" + delimiter, max_value_bytes)
+            yield value
+            more = value is not None or reader.skip_past(b"\r\n" + delimiter)
+        else:
+            more = reader.skip_past(b"\r\n" + delimiter)
 
 
 def _is_field(headers: bytes, name: bytes) -> bool:

@@ -20,8 +20,9 @@ import msgspec
 
 from balancer.core.errors import BadRequestError
 from balancer.core.http.body import Body, PiecedBody, whole
+from balancer.core.http.forbidden import check_form, without_forbidden
 from balancer.core.http.form_field import find_field
-from balancer.core.http.rewrite import decode_body, encode_body, without_forbidden
+from balancer.core.http.rewrite import decode_body, encode_body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class _Fields(msgspec.Struct):
     request_id: Any = None
     session_id: Any = None
     vllm_xargs: Any = None
+    sampling_params: Any = None
     kv_transfer_params: Any = msgspec.UNSET
     ec_transfer_params: Any = msgspec.UNSET
 
@@ -55,6 +57,7 @@ class _Fields(msgspec.Struct):
             self.kv_transfer_params is not msgspec.UNSET
             or self.ec_transfer_params is not msgspec.UNSET
             or self.vllm_xargs is not None
+            or self.sampling_params is not None
             or self.request_id is not None
             or self.session_id is not None
         )
@@ -64,6 +67,8 @@ def read_body(content_type: bytes, body: PiecedBody, *, generates: bool) -> Read
     """Read what is needed of a body; `generates` as in `EnginePath`."""
     kind = content_type.lower()
     if kind.startswith(b"multipart/form-data"):
+        if generates:
+            check_form(content_type, body.pieces)
         found = find_field(content_type, body.pieces, b"model")
         return ReadBody(body=body, model="" if found is None else found.decode("utf-8", "replace"))
     if not kind.startswith(b"application/json"):

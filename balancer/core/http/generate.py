@@ -8,14 +8,13 @@ Rules:
 
 from balancer.core.fleet.model_lookup import find_model
 from balancer.core.fleet.snapshot import Fleet
+from balancer.core.http.forbidden import CONVERSATION, without_forbidden
 from balancer.core.http.headers import Headers
 from balancer.core.http.ids_body import read_ids_body
 from balancer.core.http.rewrite import (
-    CONVERSATION,
     check_generate_body,
     decode_body,
     encode_body,
-    without_forbidden,
 )
 from balancer.core.prompt.known_ids import IdTexts
 from balancer.core.request import Endpoint, GenerateRequest

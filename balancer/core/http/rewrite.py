@@ -3,9 +3,7 @@
 Rules:
 
 1. A body in which nothing has to change reaches the engine byte for byte.
-2. What a client must not set is removed: `kv_transfer_params`, `ec_transfer_params`,
-   `vllm_xargs.kv_cache_report_mode`, a `request_id` that names engines, the session of our own
-   full reports. So is what is meant for us: `conversation_id`.
+2. What a client must not set is removed (`core.http.forbidden`).
 3. Streams are asked for their usage (`stream_options.include_usage`), without switching on
    `continuous_usage_stats` that the client asked for in vain. Absent options are spliced in
    after the first brace; only present ones cost an encoding. So is what encode legs hand over.
@@ -26,16 +24,9 @@ from typing import Any
 import msgspec
 
 from balancer.core.errors import BadRequestError
-from balancer.core.http.headers import has_addresses
 from balancer.core.prompt.known_ids import KnownIds
 from balancer.core.request import Endpoint
-from indexer.core.reports import FULL_REPORT_SESSION
 
-CONVERSATION = "conversation_id"
-"""Names a client's conversation to us; engines don't know it."""
-_FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", CONVERSATION)
-_LOOKED_AT = frozenset({*_FORBIDDEN, "session_id", "request_id", "vllm_xargs"})
-_REPORT_MODE = "kv_cache_report_mode"
 _FIELDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("model", str, "a string"),
     ("stream", bool, "a boolean"),
@@ -115,34 +106,6 @@ def check_generate_body(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
         raise BadRequestError("`messages` is required", param="messages")
     if not is_chat and body.get("prompt") is None and body.get("prompt_embeds") is None:
         raise BadRequestError("`prompt` is required", param="prompt")
-
-
-def without_forbidden(body: dict[str, Any]) -> dict[str, Any]:
-    """Return `body` itself if it holds nothing forbidden, else a copy without it."""
-    if _LOOKED_AT.isdisjoint(body):
-        return body
-    drop = [key for key in _FORBIDDEN if key in body]
-    if body.get("session_id") == FULL_REPORT_SESSION:
-        drop.append("session_id")
-    request_id = body.get("request_id")
-    if isinstance(request_id, str) and has_addresses(request_id):
-        drop.append("request_id")
-    xargs = body.get("vllm_xargs")
-    clean_xargs = _without_report_mode(xargs) if isinstance(xargs, dict) else xargs
-    if not drop and clean_xargs is xargs:
-        return body
-    clean = {key: value for key, value in body.items() if key not in drop}
-    if clean_xargs is not xargs:
-        clean["vllm_xargs"] = clean_xargs
-    return clean
-
-
-def _without_report_mode(xargs: dict[str, Any]) -> dict[str, Any]:
-    """`xargs` itself if nothing in it is ours to set."""
-    ours = [key for key in (_REPORT_MODE,) if key in xargs]
-    if xargs.get("session_id") == FULL_REPORT_SESSION:
-        ours.append("session_id")
-    return {key: value for key, value in xargs.items() if key not in ours} if ours else xargs
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
