@@ -4,8 +4,8 @@ Rules:
 
 1. Nothing goes to the client before the answering engine's first token is here, so a failure up
    to then still has its right status, or another instance.
-2. Another instance is tried for errors that say so (`retryable`), at most `retries` times, and only
-   while all requests together don't retry too much (`core.reliability.retry_budget`). Who isn't asked again is
+2. Another instance is tried for errors that say so (`retryable`), as often as `core.reliability.tries`
+   says, and only while all requests together don't retry too much (`core.reliability.retry_budget`). Who isn't asked again is
    said by `core.reliability.suspects`; each further attempt sees the fleet as it is then.
 3. A decode leg that would be on its way only after the prefill engine's lease isn't sent, nor one
    that an engine may have begun already: both legs run again. Nobody is blamed.
@@ -38,6 +38,7 @@ from balancer.core.errors import (
 )
 from balancer.core.fleet.snapshot import Fleet, Role
 from balancer.core.reliability.suspects import Suspects
+from balancer.core.reliability.tries import Tries
 from balancer.core.routing.conversations import Conversations
 from balancer.core.routing.full_reports import FullReports
 from balancer.core.routing.plan import RoutePlan
@@ -116,7 +117,7 @@ class Legs:
         """Get the request answered and have `deliver` pass the answer on. Raises BalancerError."""
         self._reliability.requested()
         suspects = Suspects()
-        retries_left = self._retries
+        tries = Tries(self._retries)
         failed: BalancerError | None = None
         without_prefill = False
         media = self._encode.media_of(job)
@@ -132,11 +133,11 @@ class Legs:
             except PrefillLegError as error:
                 failed, without_prefill = error.cause, True
             except (EngineError, LeaseEndedError) as error:
-                is_open = retries_left > 0 and job.record.status is None
+                is_open = tries.has_after(error) and job.record.status is None
                 is_redone = is_open and media is not None and media.redoes(error)
                 if not is_open or not self._may_repeat(job, error, is_redone=is_redone):
                     raise
-                retries_left -= 1
+                tries.spend(error)
                 failed = error
                 doubted = None if is_redone else suspects.note(error, route.plan)
                 if doubted is not None:

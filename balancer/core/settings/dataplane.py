@@ -36,7 +36,7 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     has a header `x-kvlb-explain` is also told every candidate's terms, and why one of them won."""
     retries: NonNegativeInt = 2
     """Further instances tried while no byte has gone to the client. Each may be the next victim of a
-    request that kills engines."""
+    request that kills engines; as many again in place of ones that weren't reached, which saw nothing."""
     remembered_responses: NonNegativeInt = 50_000
     """Responses (`/v1/responses`) of which it is remembered which instance keeps them. Of others the
     instances are asked."""
