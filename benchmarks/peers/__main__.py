@@ -25,6 +25,8 @@ from benchmarks.peers.play import write_script
 from benchmarks.peers.report import render
 from benchmarks.peers.routers import routers
 from benchmarks.peers.sizes import SIZES, first_calls
+from benchmarks.peers.virtual import REPEATS as REPEATS_VIRTUALLY
+from benchmarks.peers.virtual import run_virtually
 from kvlb.bench.saturation import SATURATION
 from kvlb.bench.workloads import WORKLOADS
 
@@ -59,11 +61,19 @@ def main() -> None:
     options.add_argument("--slowdown", type=float, help="of engines and calls; for slow machines")
     options.add_argument("--out", type=Path, help="every cell as a line of JSON, as it is measured")
     options.add_argument("--tables", type=Path, help="no measurement: tables of such a file")
+    options.add_argument(
+        "--virtual", action="store_true", help="in virtual time: decisions, not programs"
+    )
     asked = options.parse_args()
     if asked.tables is not None:
         decoder = msgspec.json.Decoder(Cell)
         lines = asked.tables.read_text().splitlines()
         print(render([decoder.decode(line) for line in lines], {}, []))
+        return
+    if asked.virtual:
+        repeats = asked.repeats or REPEATS_VIRTUALLY
+        found = list(run_virtually(asked.workloads, repeats, asked.load, asked.calls))
+        print(render(found, {}, [f"Virtual time, {repeats} repetitions, load {asked.load:.0%}."]))
         return
     plan = Plan(
         workloads=asked.workloads,
