@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from balancer.core.http.own_mark import BALANCER
+
 _DATA = "data: "
 
 
@@ -22,6 +24,8 @@ class Answer:
     status: int
     body: Any
     text: str
+    is_balancers: bool = False
+    """It is a kvlb balancer's, not an engine's."""
 
     @property
     def is_ok(self) -> bool:
@@ -86,4 +90,9 @@ class EngineHttp:
             read = msgspec.json.decode(answer.content)
         except msgspec.DecodeError:
             read = None
-        return Answer(status=answer.status_code, body=read, text=answer.text)
+        return Answer(
+            status=answer.status_code,
+            body=read,
+            text=answer.text,
+            is_balancers=BALANCER in answer.headers,
+        )

@@ -13,7 +13,11 @@ from urllib.parse import SplitResult, urlsplit
 from indexer.core.types import InstanceId
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-_LOOPBACK = re.compile(r"(?<=://)(localhost|127\.0\.0\.1|\[::1\])(?=:)")
+_LOOPBACK = re.compile(
+    r"(?<=://)"
+    r"(localhost\.?|127\.0\.0\.1|127\.1|0\.0\.0\.0|\[::1?\]|\[::ffff:(127\.0\.0\.1|7f00:1)\])"
+    r"(?=:[0-9]+$)"
+)
 _HOST = re.compile(r"[^\s/?#@\[\]]+")
 
 
@@ -56,5 +60,8 @@ def split_address(url: str) -> SplitResult:
 
 
 def without_loopback_names(instance: InstanceId) -> InstanceId:
-    """One spelling for the three usual names of this machine: `localhost`, 127.0.0.1, [::1]."""
+    """One spelling for the usual names of this machine: `localhost`, 127.0.0.1, [::1] and theirs.
+
+    Who connects to "every interface" (0.0.0.0, [::]) reaches it, too.
+    """
     return InstanceId(_LOOPBACK.sub("localhost", instance))

@@ -45,6 +45,8 @@ async def ask_models(engine: EngineHttp) -> ServedModels:
         answer = await engine.get("/v1/models")
     except CallFailedError as error:
         raise EngineFaultError("unreachable", f"{engine.url}/v1/models: {error}") from error
+    if answer.is_balancers:
+        raise EngineFaultError("not_vllm", "a kvlb balancer answers: name the engines behind it")
     if answer.status in _REFUSED:
         raise EngineFaultError("unauthorized", f"/v1/models answered {answer.status}")
     if answer.status != HTTPStatus.OK:

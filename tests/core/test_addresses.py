@@ -70,7 +70,17 @@ def test_credentials_are_no_part_of_any_address() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://localhost:8000", "http://127.0.0.1:8000", "http://[::1]:8000"]
+    "url",
+    [
+        "http://localhost:8000",
+        "http://localhost.:8000",
+        "http://127.0.0.1:8000",
+        "http://127.1:8000",
+        "http://0.0.0.0:8000",
+        "http://[::1]:8000",
+        "http://[::]:8000",
+        "http://[::ffff:127.0.0.1]:8000",
+    ],
 )
 def test_usual_names_of_this_machine_are_one(url: str) -> None:
     """They can be told without asking a name server."""
@@ -78,7 +88,8 @@ def test_usual_names_of_this_machine_are_one(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.11:80", "http://localhost.lan:80", "http://[::11]:80"]
+    "url",
+    ["http://127.0.0.11:80", "http://127.0.0.2:80", "http://localhost.lan:80", "http://[::11]:80"],
 )
 def test_other_names_stay(url: str) -> None:
     """Only whole names are replaced."""

@@ -22,6 +22,7 @@ from kvlb.doctor.core.examination import examine
 from kvlb.doctor.core.facts import FleetFacts
 from kvlb.doctor.core.findings import Finding, Level
 from kvlb.doctor.gather import Patience, gather_facts
+from kvlb.running import running_kvlb
 from kvlb.settings import KvlbSettings, Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from simulator.core.settings import EngineSettings
@@ -465,6 +466,17 @@ async def test_what_is_no_engine_is_named(pages: Pages, name: str, seen: str) ->
 
     assert finding.name == name
     assert seen in finding.seen
+
+
+async def test_a_balancer_in_an_engines_place_is_named() -> None:
+    """Its model list is as an engine's, and it would get nothing."""
+    async with engines(("1", WELL)) as running:
+        settings = load_settings(None, Overrides(instances=(running[0].url,), port=0), {})
+        async with running_kvlb(settings) as kvlb:
+            _, (finding,) = await diagnose(told(kvlb.url))
+
+    assert finding.name == "not_vllm"
+    assert "kvlb balancer" in finding.seen
 
 
 async def test_engine_that_says_little_is_judged_by_what_it_says() -> None:

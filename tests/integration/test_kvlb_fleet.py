@@ -159,6 +159,45 @@ async def test_removed_instance_of_the_file_is_back_when_it_is_named_anew(
     assert set(still_out) == {first}
 
 
+async def test_instance_added_otherwise_is_so_for_every_balancer_and_after_their_restart(
+    engines: list[str], redis_server: Any, tmp_path: Path
+) -> None:
+    """The file still has it as it was: that is not what it is."""
+    first, second = engines
+    file = write(tmp_path / "kvlb.yaml", engines, redis_server.settings())
+
+    def is_other(instances: dict[str, Any]) -> bool:
+        found = instances.get(second, {})
+        return (found.get("alias"), found.get("role")) == ("other", "decode")
+
+    async with running(file, run_indexer, run_balancer, run_balancer) as (indexer, one, two):
+        await post(one, "/instances/remove", url=second)
+
+        async def is_out() -> bool:
+            return set(await shown(two)) == {first}
+
+        await until(is_out)
+        added = await post(two, "/instances/add", url=second, role="decode", alias="other")
+
+        async def both_know() -> bool:
+            return is_other(await shown(one)) and is_other(await shown(two))
+
+        await until(both_know)
+
+        async def is_followed() -> bool:
+            return await exact_ranks(indexer) == set(engines)
+
+        await until(is_followed)
+    async with running(file, run_balancer) as (again,):
+
+        async def is_known() -> bool:
+            return is_other(await shown(again))
+
+        await until(is_known)
+
+    assert added.status_code == 200
+
+
 async def _has_instances(client: httpx.AsyncClient, count: int) -> bool:
     status = (await client.get("/status")).json()
     configured = len(status["config"]["instances"])
