@@ -15,7 +15,6 @@ import msgspec
 
 from balancer.core.fleet.snapshot import Role
 from balancer.core.record import LegRecord, RequestRecord
-from balancer.core.routing.plan import RoutePlan
 from balancer.series import CounterSeries, HistogramSeries
 
 _MIXED = Role.MIXED
@@ -67,20 +66,11 @@ def usual_kind(record: RequestRecord) -> Kind | None:
     ):
         return None
     leg = legs[0]
-    if not _is_plain(leg, plan):
+    if leg.cached_tokens is None or leg.prompt_tokens is None or leg.completion_tokens is None:
+        return None  # it told no usage
+    if leg.error is not None or leg.kind != "decode" or leg.overlap_tokens is not None:
+        return None
+    if plan.decode.candidate.instance.role is not _MIXED:
         return None
     source = record.prompt_source
     return record.model, record.path, record.status, leg.alias, source, unscorable, plan.reason
-
-
-def _is_plain(leg: LegRecord, plan: RoutePlan) -> bool:
-    """It went well, told its usage, and there was one way only."""
-    return (
-        leg.error is None
-        and leg.kind == "decode"
-        and leg.cached_tokens is not None
-        and leg.prompt_tokens is not None
-        and leg.completion_tokens is not None
-        and leg.overlap_tokens is None
-        and plan.decode.candidate.instance.role is _MIXED
-    )

@@ -11,7 +11,6 @@ import asyncio
 import gc
 import platform
 import socket
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +33,7 @@ from benchmarks.index_workload import (
     prompt_of,
     prompt_tokens,
 )
+from benchmarks.interpreter import built
 from benchmarks.naive_index import NaiveIndex
 from benchmarks.waiting_client import waiting_client
 from indexer.turns import TURN_S, Turns
@@ -335,15 +335,6 @@ def main() -> None:
             "| CPU p99 ms | blocks/s applied | naive layout takes",
             measure_matches(options.ranks, options.tokens),
         )
-
-
-def built() -> str:
-    """How the interpreter was compiled: with profiles of itself it is a seventh faster."""
-    if "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or ""):
-        return "configured with --enable-optimizations"
-    return (
-        "not configured with --enable-optimizations (distributions may use profiles all the same)"
-    )
 
 
 def _print_table(title: str, columns: str, rows: Iterable[str]) -> None:

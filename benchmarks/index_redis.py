@@ -22,7 +22,7 @@ from typing import IO
 
 import uvloop
 
-from benchmarks.index import built
+from benchmarks.interpreter import built
 from benchmarks.redis_commands import measure_long_commands
 from benchmarks.redis_workload import (
     BLOCK_SIZE,

@@ -127,5 +127,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
         With a transfer the decode engine counts what it was sent as cached (field report F35).
         """
-        leg = self.prefill_leg or (self.legs[-1] if self.legs else None)
+        legs = self.legs
+        if len(legs) == 1:
+            return legs[0].cached_tokens
+        leg = self.prefill_leg or (legs[-1] if legs else None)
         return leg.cached_tokens if leg else None

@@ -12,6 +12,7 @@ Rules:
 """
 
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Final
 
 from balancer.core.errors import BalancerError, EngineError, EngineRefusedError, StreamCutError
@@ -174,7 +175,7 @@ class AnswerPasser:
         _note_usage(decoded, usage_of(held))
         if decoded.keep is not None:
             decoded.keep(held)
-        details = self._details(decoded)
+        details = None if decoded.plan.prefill is None else self._details(decoded)
         if details is not None:
             held = with_details(held, details)
             headers = _with_length(headers, len(held))
@@ -294,11 +295,7 @@ def plan_headers(plan: RoutePlan) -> Headers:
         prefill = plan.prefill.candidate.instance.alias
     else:
         prefill = "none" if decode.role is Role.MIXED else "skipped"
-    headers: Headers = (
-        (b"x-kvlb-instance", decode.alias.encode()),
-        (b"x-kvlb-prefill", prefill.encode()),
-        (b"x-kvlb-reason", plan.reason.encode()),
-    )
+    headers = _told(decode.alias, prefill, plan.reason)
     if plan.prompt_tokens is None:
         return headers
     source = (plan.prefill or plan.decode).candidate
@@ -307,6 +304,16 @@ def plan_headers(plan: RoutePlan) -> Headers:
         *headers,
         (b"x-kvlb-trust", source.trust.encode()),
         (b"x-kvlb-overlap-tokens", b"%d" % overlap),
+    )
+
+
+@lru_cache(4096)
+def _told(instance: str, prefill: str, reason: str) -> Headers:
+    """Of every answer. As many as there are pairs of instances, and reasons."""
+    return (
+        (b"x-kvlb-instance", instance.encode()),
+        (b"x-kvlb-prefill", prefill.encode()),
+        (b"x-kvlb-reason", reason.encode()),
     )
 
 

@@ -116,7 +116,7 @@ class Legs:
     async def carry(self, job: Job, deliver: Deliver) -> None:
         """Get the request answered and have `deliver` pass the answer on. Raises BalancerError."""
         self._reliability.requested()
-        suspects = Suspects()
+        suspects: Suspects | None = None
         tries = Tries(self._retries)
         failed: BalancerError | None = None
         without_prefill = False
@@ -124,6 +124,7 @@ class Legs:
         route = self._route_unread(job) if media is None and job.prompt is UNREAD else None
         while True:
             if route is None:
+                suspects = suspects or Suspects()
                 job, route = await self._next(
                     job, media, suspects, failed, without_prefill=without_prefill
                 )
@@ -139,6 +140,7 @@ class Legs:
                     raise
                 tries.spend(error)
                 failed = error
+                suspects = suspects or Suspects()
                 doubted = None if is_redone else suspects.note(error, route.plan)
                 if doubted is not None:
                     self._sender.doubt(doubted)
@@ -157,7 +159,8 @@ class Legs:
         route = self._router.route_unread(job.fleet, job.request)
         if route is not None:
             job.record.plan = route.plan
-            self._claim(route.plan)
+            if self._reliability.standings.held_back:
+                self._claim(route.plan)
         return route
 
     def _carried(

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.interpreter import built
 from benchmarks.overhead import proxies
 from benchmarks.overhead.engine import EngineAddress, run_engine
 from benchmarks.overhead.measure import (
@@ -154,7 +155,8 @@ def _notes(rounds: int, measured: Measured) -> list[str]:
     )
     machine = (
         f"{datetime.now(UTC):%Y-%m-%d}, {platform.system()} {platform.machine()}, {os.cpu_count()} "
-        f"cores shared by load, engines and proxies, Python {platform.python_version()}"
+        f"cores shared by load, engines and proxies, Python {platform.python_version()}, "
+        f"{built()}"
     )
     return [
         f"{machine}; {rounds} round(s), every proxy in turn in each.",

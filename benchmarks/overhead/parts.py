@@ -7,7 +7,8 @@ are transports in this process. So no system call and no other process is measur
 out of a setting is what it costs:
 
 - *protocols*: read, sent to the engine, its answer passed on; nothing else;
-- *without deciding*: everything but the tokens, the lookup, the plan and the ledger;
+- *without deciding*: everything but the choice and the ledger, and but tokens, lookup and plan of the few
+  prompts that round robin has read (`routing.observe_share`);
 - *without bookkeeping*: everything but metrics, decision log and log line;
 - *everything*.
 
@@ -54,10 +55,11 @@ from balancer.routing.reporting import Reporting
 from balancer.routing.route import UnreadRoute
 from balancer.routing.router import Router
 from balancer.tokens.reader import PromptReader
+from benchmarks.index_workload import BLOCK_SIZE
+from benchmarks.interpreter import built
 from benchmarks.overhead.client import write_request
 from benchmarks.overhead.engine import (
     ANSWER,
-    BLOCK_SIZE,
     MODEL,
     PLAIN_HEAD,
     SHORT_PROMPT_TOKENS,
@@ -291,7 +293,8 @@ def main() -> None:
         log = LineLog(nowhere, tells_requests=True)
         plain = runner.run(measure(log, "round_robin", short))
         full = runner.run(measure(log, "kvlb", long))
-    print(f"Python {platform.python_version()}, {ROUNDS} rounds of {REQUESTS} requests.\n")
+    version = f"Python {platform.python_version()}, {built()}"
+    print(f"{version}; {ROUNDS} rounds of {REQUESTS} requests.\n")
     print("| µs of CPU per request | round_robin, 16 token ids: least | median | ", end="")
     print("kvlb, 4,000 token ids: least | median |\n| --- | ---: | ---: | ---: | ---: |")
     for name in plain:

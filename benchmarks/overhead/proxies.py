@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
 
+from benchmarks.index_workload import BLOCK_SIZE
 from benchmarks.overhead import peers
-from benchmarks.overhead.engine import BLOCK_SIZE, MODEL, EngineAddress
+from benchmarks.overhead.engine import MODEL, EngineAddress
 
 START_S = 30
 MANY = 100_000

@@ -17,7 +17,7 @@ from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
 from balancer.core.routing.plan import Choice
 from balancer.core.routing.policies import Policy
-from balancer.routing.router import Route
+from balancer.routing.route import Route
 from benchmarks.peers.cells import Cell
 from benchmarks.peers.engines import ENGINES
 from benchmarks.peers.sizes import SIZES, first_calls

@@ -72,8 +72,8 @@ class SeenByPeer:
     def busy(self, rank: RankId) -> tuple[int, int]:
         return self._told().busy(rank)
 
-    def rates(self, rank: RankId) -> RankRates:
-        return self._told().rates(rank)
+    def prefill_rates(self, rank: RankId) -> RankRates:
+        return self._told().prefill_rates(rank)
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         return self._told().predicted_blocks(rank, keys, start)
@@ -393,7 +393,7 @@ def test_busy_is_a_part_of_the_load(ledger: LoadLedger, clock: Clock) -> None:
     assert ledger.busy(FIRST) == (2, work().uncached_tokens)
     load = ledger.load(FIRST)
     assert ledger.busy(FIRST) == (load.requests, load.queued_tokens)
-    assert ledger.rates(FIRST) == load.rates
+    assert ledger.prefill_rates(FIRST).fixed_s == load.rates.fixed_s
     assert ledger.busy(OTHER) == (0, 0)
 
 

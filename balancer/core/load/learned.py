@@ -101,6 +101,8 @@ class LearnedRates:
         self._cache: dict[RankId, RankRates] = {}
         self._of_new: RankRates | None = None
         """Of ranks of which nothing was seen: the same for all of them."""
+        self._prefill_cache: dict[RankId, RankRates] = {}
+        """The same, perhaps with the answer lengths of a while ago."""
 
     @property
     def knows_prefill(self) -> bool:
@@ -124,6 +126,13 @@ class LearnedRates:
         if self._of_new is None:
             self._of_new = self._build(None)
         return self._of_new
+
+    def prefill_rates(self, rank: RankId) -> RankRates:
+        """As `rates`, for who reads of it what prefill takes and nothing else."""
+        rates = self._prefill_cache.get(rank)
+        if rates is None:
+            rates = self._prefill_cache[rank] = self.rates(rank)
+        return rates
 
     def on_first_token(self, rank: RankId, *, sent_s: float, now_s: float, tokens: int) -> None:
         """A prompt with `tokens` uncached tokens, sent at `sent_s`, is computed."""
@@ -166,14 +175,19 @@ class LearnedRates:
         self._outputs += 1
         weight = max(OUTPUT_WEIGHT, 1 / (self._outputs + 1))
         self._output_tokens += weight * (tokens - self._output_tokens)
-        self._note_change()
+        self._note_output()
 
     def forget(self, rank: RankId) -> None:
         """The rank restarted or left: it may come back on other hardware."""
         self._ranks.pop(rank, None)
         self._cache.pop(rank, None)
+        self._prefill_cache.pop(rank, None)
 
     def _note_change(self) -> None:
+        self._prefill_cache.clear()
+        self._note_output()
+
+    def _note_output(self) -> None:
         self._cache.clear()
         self._of_new = None
 

@@ -172,8 +172,8 @@ class LoadLedger(Protocol):
         """Of what `load` tells its requests and queued tokens, for who needs no more."""
         ...
 
-    def rates(self, rank: RankId) -> RankRates:
-        """How fast the rank is, as far as it was learned."""
+    def prefill_rates(self, rank: RankId) -> RankRates:
+        """How fast the rank computes prompts, as far as it was learned; nothing else of it counts."""
         ...
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:

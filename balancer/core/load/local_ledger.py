@@ -108,9 +108,9 @@ class LocalLedger:
             self._settle_due(book, self._clock())
         return book.requests, book.queued_tokens
 
-    def rates(self, rank: RankId) -> RankRates:
-        """How fast the rank is, as far as it was learned."""
-        return self._learned.rates(rank)
+    def prefill_rates(self, rank: RankId) -> RankRates:
+        """How fast the rank computes prompts, as far as it was learned; nothing else of it counts."""
+        return self._learned.prefill_rates(rank)
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""
@@ -211,7 +211,7 @@ class LocalLedger:
         leg.others = book.decoding
         book.decoding += 1
         book.first_s_sum += now_s
-        rates = self._learned.rates(work.rank)
+        rates = self._learned.prefill_rates(work.rank)
         book.recent.add(now_s, work.uncached_tokens * rates.prefill_s_per_token)
         if book.queue.pop(leg.number, None):
             book.queued_tokens -= work.uncached_tokens
@@ -310,7 +310,7 @@ class LocalLedger:
 
     def _queue(self, leg: BookedLeg, now_s: float) -> None:
         book, work = leg.book, leg.work
-        rates = self._learned.rates(work.rank)
+        rates = self._learned.prefill_rates(work.rank)
         work_s = work.work_s + rates.fixed_s
         if not work.streamed:
             wait_s = book.queued_tokens * rates.prefill_s_per_token

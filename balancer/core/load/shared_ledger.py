@@ -133,9 +133,9 @@ class SharedLedger:
         """Of what `load` tells its requests and queued tokens, for who needs no more."""
         return self._local.busy(rank)
 
-    def rates(self, rank: RankId) -> RankRates:
-        """How fast the rank is, as far as any process has learned."""
-        return self._local.rates(rank)
+    def prefill_rates(self, rank: RankId) -> RankRates:
+        """How fast the rank computes prompts, as far as any process has learned."""
+        return self._local.prefill_rates(rank)
 
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""

@@ -117,7 +117,7 @@ def unread_work(
         kind="whole",
         prompt_tokens=tokens,
         uncached_tokens=tokens,
-        work_s=tokens * ledger.rates(rank).prefill_s_per_token,
+        work_s=tokens * ledger.prefill_rates(rank).prefill_s_per_token,
         streamed=request.stream,
         believed_s=settings.confirm_s,
     )
