@@ -66,8 +66,9 @@ from balancer.dataplane.source_watch import SourceWatch, Waiting
 from balancer.fleet.transfer_notices import Arrival, TransferNotices
 from balancer.routing.route import Route, UnreadRoute
 from balancer.routing.router import Router
-from indexer.core.types import RankId
+from indexer.core.types import RankId, Trust
 
+_DEGRADED: Final = Trust.DEGRADED
 OTHER_LEG_S: Final = 0.1
 """As long is waited for the prefill leg to fail, too, when a hand-over has: a refused connection takes less."""
 
@@ -166,9 +167,20 @@ class Legs:
     def _carried(
         self, job: Job, media: RequestMedia | None, route: Route, deliver: Deliver
     ) -> Awaitable[None]:
-        if isinstance(route, UnreadRoute) and media is None and not self._sender.traces:
-            return self._carrier.decode_unread(job, route, deliver)
+        if media is None and not self._sender.traces and self._is_plain(job, route):
+            return self._carrier.decode_plain(job, route, deliver)
         return self._carry_route(job, media, route, deliver)
+
+    def _is_plain(self, job: Job, route: Route) -> bool:
+        """Whether one leg is all there is, with the client's own body, and nothing is kept of it."""
+        if isinstance(route, UnreadRoute):
+            return True
+        target = route.plan.decode.candidate
+        if route.plan.prefill is not None or job.request.conversation is not None:
+            return False
+        connector = self._connectors.get(target.instance.connector)
+        may_ask = target.trust is _DEGRADED  # for a full report
+        return not may_ask and (connector is None or not connector.pulls)
 
     async def _next(
         self,

@@ -187,10 +187,10 @@ class LegCarrier:
         if forecast is not None:
             self._on_leg_end(forecast, leg)
 
-    async def decode_unread(self, job: Job, route: Route, deliver: Deliver) -> None:
-        """The same for a leg of which nothing is expected: only the client's request is sent.
+    async def decode_plain(self, job: Job, route: Route, deliver: Deliver) -> None:
+        """The same for a leg that is all there is: only the client's request is sent.
 
-        In one step what else takes a dozen: it is a policy's whole way that reads no prompts.
+        In one step what else takes a dozen: most requests go this way.
         """
         candidate = route.plan.decode.candidate
         request, record, instance = job.request, job.record, candidate.instance
@@ -202,6 +202,13 @@ class LegCarrier:
             started_s=self._clock(),
             rank=rank,
         )
+        forecast = None
+        if job.prompt is not UNREAD:
+            forecast = route.forecast("decode", loads=False)
+            if job.prompt.prompts:
+                leg.overlap_tokens = overlap(candidate)
+            note_candidate(leg, candidate)
+            self._full_reports.ask(candidate, request, leg.started_s)  # so that it knows its trust
         record.legs.append(leg)
         sender.reliability.started(instance, leg, record)
         headers = (*request.headers, (b"x-request-id", request.request_id.encode()))
@@ -233,6 +240,8 @@ class LegCarrier:
             sender.ended(instance, leg, error)
             raise
         sender.ended(instance, leg, None)
+        if forecast is not None:
+            self._on_leg_end(forecast, leg)
 
     def _keeper(self, job: Job, plan: RoutePlan) -> Callable[[bytes], None] | None:
         """Who remembers what the decode engine keeps of this turn; None if it keeps nothing."""
