@@ -101,6 +101,8 @@ class StubEngine:
     """Completions wait for it."""
     streams_forever: bool = False
     """Completions are a stream of one event that doesn't end."""
+    forward: Callable[[str, dict[str, Any], dict[str, str]], Awaitable[Answer]] | None = None
+    """Answers completions with what this gives for path, body and headers."""
     received: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
     """Of every call: path and query."""
@@ -135,7 +137,7 @@ class StubEngine:
             while (await receive())["type"] != "http.disconnect":
                 pass
             return
-        status, answer = self._answer(path)
+        status, answer = await self._told(path)
         has_key = headers.get("authorization") == f"Bearer {self.api_key}"
         if self.api_key and path.startswith("/v1") and not has_key:
             status, answer = 401, b'{"error": "Unauthorized"}'
@@ -155,6 +157,11 @@ class StubEngine:
         """Wait until `path` was called `count` times since the start."""
         async with asyncio.timeout(5), self._called:
             await self._called.wait_for(lambda: self.calls(path) >= count)
+
+    async def _told(self, path: str) -> Answer:
+        if self.forward is None or path != "/v1/completions":
+            return self._answer(path)
+        return await self.forward(*self.received[-1])
 
     def _answer(self, path: str) -> Answer:
         if path in self.answers:

@@ -134,6 +134,28 @@ async def test_request_that_comes_back_is_refused(balancer: Any, engine: Any) ->
     assert engine.calls("/v1/completions") == engine.calls("/v1/embeddings") == 0
 
 
+async def test_a_loop_behind_a_proxy_is_one_leg(engine_factory: Any, balancer_factory: Any) -> None:
+    """It answers probes as an engine would and sends every request back."""
+    async with (
+        engine_factory() as proxy,
+        balancer_factory({"instances": [{"url": proxy.url}]}) as b,
+    ):
+
+        async def send_back(path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+            kept = {
+                name: headers[name] for name in headers if name not in {"host", "content-length"}
+            }
+            answer = await b.http.post(path, json=body, headers=kept)
+            return answer.status_code, answer.content
+
+        proxy.forward = send_back
+        await b.available()
+        answer = await b.http.post("/v1/completions", json=IDS)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (508, "loop")
+    assert proxy.calls("/v1/completions") == 1
+
+
 async def test_request_of_another_balancer_is_refused(balancer: Any) -> None:
     """Its engines can be named to it, so that it sees what they cache."""
     answer = await balancer.http.post("/v1/completions", json=IDS, headers={MARK: "other"})
