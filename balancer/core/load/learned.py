@@ -89,12 +89,12 @@ class LearnedRates:
     """Rates of every rank, and of the fleet for ranks that are new."""
 
     def __init__(self, prior: RankRates | None = None) -> None:
-        self.prior = prior or RankRates()
+        self._prior = prior or RankRates()
         self._ranks: dict[RankId, _RankSpeed] = {}
         self._fleet_prefill = QuantileTracker()
         self._fleet_step = QuantileTracker()
         self._fixed = QuantileTracker()
-        self._output_tokens = self.prior.output_tokens
+        self._output_tokens = self._prior.output_tokens
         self._outputs = 0
         self._covariance = 0.0
         self._variance = 0.0
@@ -222,25 +222,25 @@ class LearnedRates:
             self._variance = GROWTH_DECAY * self._variance + off_others * off_others
 
     def _growth(self, step_s: float) -> float:
-        slope = self.prior.step_s_per_request
+        slope = self._prior.step_s_per_request
         if self._variance > 1:
             slope = self._covariance / self._variance
         return min(max(slope, 0.0), MAX_GROWTH_SHARE * step_s)
 
     @property
     def _fixed_s(self) -> float:
-        return self._fixed.value if self._fixed.count >= ENOUGH_SAMPLES else self.prior.fixed_s
+        return self._fixed.value if self._fixed.count >= ENOUGH_SAMPLES else self._prior.fixed_s
 
     def _prefill_s(self, speed: _RankSpeed | None) -> float:
         if speed and speed.prefill.count >= ENOUGH_SAMPLES:
             return speed.prefill.value
-        return self._fleet_prefill.value or self.prior.prefill_s_per_token
+        return self._fleet_prefill.value or self._prior.prefill_s_per_token
 
     def _build(self, speed: _RankSpeed | None) -> RankRates:
         if speed and speed.step.count >= ENOUGH_SAMPLES:
             step_s = speed.step.value
         else:
-            step_s = self._fleet_step.value or self.prior.step_s
+            step_s = self._fleet_step.value or self._prior.step_s
         return RankRates(
             prefill_s_per_token=self._prefill_s(speed),
             fixed_s=self._fixed_s,

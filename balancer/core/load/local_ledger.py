@@ -36,7 +36,7 @@ from balancer.core.load.transfers import LearnedTransfers
 from indexer.core.types import BlockKey, RankId
 
 FAR_OFF = 0.25
-"""A learned rate of so much of the prior, or less, has what was booked by the prior counted anew."""
+"""Work that took so much of what was booked, or less, counts as what it took."""
 
 
 class _Leg(BookedLeg, eq=False, kw_only=True):
@@ -82,7 +82,6 @@ class LocalLedger:
         self._clock = clock
         self._learned = learned or LearnedRates()
         self._transfers = transfers or LearnedTransfers()
-        self._counts_by_prior = True
         self._max_predicted_blocks = max_predicted_blocks
         self._reuse = ReuseTimes()
         self._books: dict[RankId, RankBook] = {}
@@ -157,8 +156,6 @@ class LocalLedger:
         """Book `work` at once; the guard counts it until it ends."""
         now_s = self._clock()
         self._learned.settle(work.rank, now_s)
-        if self._counts_by_prior and self._learned.seen:
-            self._count_anew()
         book = self._books.get(work.rank)
         if book is None:
             book = self._books[work.rank] = RankBook(now_s, self._max_predicted_blocks)
@@ -215,6 +212,9 @@ class LocalLedger:
         book.recent.add(now_s, work.uncached_tokens * rates.prefill_s_per_token)
         if book.queue.pop(leg.number, None):
             book.queued_tokens -= work.uncached_tokens
+            took_s = now_s - leg.booked_s
+            if took_s < FAR_OFF * work.work_s:
+                book.take_back(work.work_s - took_s, leg.booked_s)
         if work.kind == "decode":
             if len(work.keys) > 0:
                 leg.prediction = book.predictions.add(work.chains)
@@ -318,18 +318,6 @@ class LocalLedger:
         book.queue[leg.number] = leg
         book.queued_tokens += work.uncached_tokens
         book.count_arrival(now_s, work_s)
-
-    def _count_anew(self) -> None:
-        """Work was booked by a prior: where that is far off, idle ranks seem full until it has faded.
-
-        Where it isn't, a little too much work is good: more comes than will be known for a while.
-        """
-        self._counts_by_prior = False
-        prior = self._learned.prior.prefill_s_per_token
-        for rank, book in self._books.items():
-            ratio = self._learned.rates(rank).prefill_s_per_token / prior
-            if ratio < FAR_OFF:
-                book.work_s *= ratio
 
     def _settle_due(self, book: RankBook, now_s: float) -> None:
         while leg := book.take_due(now_s):

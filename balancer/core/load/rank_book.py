@@ -104,6 +104,13 @@ class RankBook:
         self.work_s = self.work_s * fade + work_s
         self.counted_s = now_s
 
+    def take_back(self, work_s: float, booked_s: float) -> None:
+        """So much of what a leg was booked with, then, was no work: its first token is here.
+
+        A rate that is far off, a prior for one, would else fill an idle rank until it has faded.
+        """
+        self.work_s = max(0.0, self.work_s - work_s * exp((booked_s - self.counted_s) / RATE_TAU_S))
+
     def take_due(self, now_s: float) -> BookedLeg | None:
         """The next leg that is expected to be computed by now, once."""
         due = self.due
