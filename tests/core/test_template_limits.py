@@ -2,7 +2,7 @@
 
 import pytest
 
-from balancer.core.prompt.chat_template import ChatInputs, ChatTemplate
+from balancer.core.prompt.chat_template import ChatInputs, ChatTemplate, TemplateRefusedError
 from balancer.core.prompt.template_limits import MAX_CHARS, TemplateEndlessError, joined
 
 HI = ChatInputs(messages=[{"role": "user", "content": "hi"}])
@@ -25,12 +25,49 @@ def template(source: str) -> ChatTemplate:
             id="recursion",
         ),
         pytest.param("{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}", id="much-text"),
+        pytest.param("{{ 'x' * 1000000000 }}", id="product"),
+        pytest.param("{{ 1000000000 * [1] }}", id="product-of-lists"),
+        pytest.param("{{ 10 ** 1000000000 }}", id="power"),
+        pytest.param("{{ '%1000000000d' % 1 }}", id="wide-format"),
+        pytest.param("{{ '%*d' % (1000000000, 1) }}", id="wide-format-elsewhere"),
+        pytest.param("{{ 'x'.ljust(1000000000) }}", id="padding"),
+        pytest.param("{{ 'x'.zfill(width=1000000000) }}", id="padding-by-name"),
+        pytest.param(
+            "{% set n = namespace(s='xx') %}{% for a in range(60) %}{% set n.s = n.s ~ n.s %}"
+            "{% endfor %}",
+            id="doubled",
+        ),
+        pytest.param(
+            "{% set n = namespace(s='xx') %}{% for a in range(60) %}{% set n.s = n.s + n.s %}"
+            "{% endfor %}",
+            id="added-to-itself",
+        ),
     ],
 )
 def test_endless_template_is_stopped(source: str) -> None:
     """Whatever it loops with."""
     with pytest.raises(TemplateEndlessError):
         template(source).render(HI)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'ab' * 3 }}{{ 2 * 3 }}{{ 1.5 * 2 }}", "ababab63.0"),
+        ("{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%02d' % 7 }}", "1024307"),
+        ("{{ 'a' + 'b' }}{{ 1 + 2 }}{{ [1] + [2] }}{{ 'a' ~ 1 ~ none }}", "ab3[1, 2]a1None"),
+        ("{{ 'a'.ljust(3) }}|{{ 'a-b'.split('-', 1) }}", "a  |['a', 'b']"),
+    ],
+)
+def test_small_steps_are_as_ever(source: str, expected: str) -> None:
+    """Bounds change nothing within them."""
+    assert template(source).render(HI) == expected
+
+
+def test_there_is_no_lipsum() -> None:
+    """A million paragraphs take a minute, in one step."""
+    with pytest.raises(TemplateRefusedError):
+        template("{{ lipsum(n=1000000) }}").render(HI)
 
 
 def test_steps_are_counted_anew_each_time() -> None:

@@ -23,11 +23,11 @@ from typing import Any, Final, NoReturn
 from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from balancer.core.prompt.content_format import ContentFormat, find_content_format
 from balancer.core.prompt.template_limits import (
     BUDGET,
+    BoundedEnvironment,
     StepBudget,
     count_steps,
     joined,
@@ -119,7 +119,7 @@ class ChatTemplate:
             self.content_format: ContentFormat = content_format or find_content_format(tree)
             count_steps(environment, tree)
             code = environment.compile(tree)
-        except (TemplateError, RecursionError, SyntaxError) as error:
+        except (TemplateError, MemoryError, OverflowError, RecursionError, SyntaxError) as error:
             raise TemplateBrokenError(f"chat template: {error}") from error
         globals_ = environment.make_globals(None)
         self._template: Template = Template.from_code(environment, code, globals_)
@@ -182,7 +182,7 @@ def _cut_at_tag(rendered: str, final_text: str) -> str:
 
 
 def _environment(strftime_now: Callable[[str], str]) -> Environment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
