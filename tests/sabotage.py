@@ -28,10 +28,10 @@ INTRODUCTION = """\
 # Faults
 
 Every way in which a cache index, or a proxy of streams, is known to go wrong, what kvlb does about it, and the test that plays it. Names like
-F01 are those used in tests and commits. Tests whose names end in a backend run on both, the index in memory and a real Redis.
+F01 are those used in tests and commits. Tests marked *both* run on the index in memory and on a real Redis; the others need one of them, or none.
 
 *Sabotage* is one line of the code and what to make of it; the test then fails. `make sabotage` does so with each of them, in a copy of
-the tree. This page is written by `make docs` from `tests/faults.toml`.
+the tree; `python tests/sabotage.py F03 gap` with those whose names hold one of these words. This page is written by `make docs` from `tests/faults.toml`.
 
 Where a simulated engine can spoil its own stream, the switch is in `simulator/core/event_faults.py`; a running one takes it by
 `POST /simulator/faults`, for example `{"drop_every": 3, "replay": "silent"}`.
@@ -70,8 +70,9 @@ def render_page(faults: Sequence[Fault]) -> str:
 
 def _shown_test(fault: Fault) -> str:
     """The test and the case that plays this fault, on whatever backend."""
-    _, _, case = fault.get("case", "").partition("-")
-    return f"`{fault['test']}`" + (f" ({case})" if case else "")
+    backend, _, case = fault.get("case", "").partition("-")
+    notes = [*([case] if case else []), *(["both"] if backend == "memory" else [])]
+    return f"`{fault['test']}`" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _node_id(fault: Fault) -> str:

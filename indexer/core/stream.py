@@ -107,9 +107,9 @@ class RankStream:
         if self._is_cut and self._next:
             self._doubt = self._doubt or "reconnect"
         self._is_cut = False
-        if self._replay is None and (self._next is None or self._doubt):
-            return self._advance()
-        return []
+        is_due = self._replay is None and (self._next is None or self._doubt is not None)
+        effects = self._advance() if is_due else []
+        return [*effects, *self.trust.on_connected()]
 
     def on_disconnected(self) -> list[Effect]:
         """The live socket lost its peer: the next one may be another process."""
@@ -119,7 +119,7 @@ class RankStream:
             self._doubt = "reconnect"
         else:  # nothing applied yet; what waits may be the old process's
             self._forget_life()
-        return self._abandon_replay()
+        return [*self.trust.on_cut(), *self._abandon_replay()]
 
     def on_live(self, seq: int, payload: bytes) -> list[Effect]:
         """A batch arrived on the live socket."""

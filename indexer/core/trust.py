@@ -2,13 +2,13 @@
 
 Rules:
 
-1. Six things keep a rank from being exact: silence (the engine computes and publishes nothing), a
-   loss (numbers that never came, or can't be proved), refused events (numbers that came and
+1. Seven things keep a rank from being exact: a cut (the live socket has no peer, so what happens now is
+   not heard), silence (the engine computes and publishes nothing), a loss (numbers that never came, or can't be proved), refused events (numbers that came and
    couldn't be used), the bound of its tables (blocks left that the engine has), orphans (blocks
    whose parent is unknown), and contradictions (finished legs found other blocks cached than were
    told of, `core.witness`). It is DEGRADED while any of them stands; the reason is the first of
    that order.
-2. Ways back. From silence: the next batch. From a loss: a complete replay, or a clear after it.
+2. Ways back. From a cut: a connection, or a batch; what was missed meanwhile shows then. From silence: the next batch. From a loss: a complete replay, or a clear after it.
    From refused events and the bound: a clear after them, or a new epoch without any. From orphans:
    none are left. From contradictions: a complete replay, a clear, or legs that agree.
 3. A replay is worth asking for after a loss; for orphans until one complete replay has brought no
@@ -35,6 +35,7 @@ class RankTrust:
     def __init__(self) -> None:
         self.level = Trust.LOAD_ONLY
         self.reason = "no_events_yet"
+        self._is_cut = False
         self._is_joined = False
         """What this epoch began with is known, or known to be lost."""
         self._forget()
@@ -150,11 +151,21 @@ class RankTrust:
                 assert_never(evidence)
         return self._weigh("agreed")
 
+    def on_cut(self) -> list[Effect]:
+        """The live socket lost its peer."""
+        self._is_cut = True
+        return self._weigh("")
+
+    def on_connected(self) -> list[Effect]:
+        """It has one."""
+        self._is_cut = False
+        return self._weigh("reconnected")
+
     def on_heard(self) -> list[Effect]:
-        """A batch has come that was not known."""
-        if not self._is_silent:
+        """A batch has come that was not known. So there is a peer, whether we were told or not."""
+        if not self._is_silent and not self._is_cut:
             return []
-        self._is_silent = False
+        self._is_silent = self._is_cut = False
         return self._weigh("heard_again")
 
     def _join(self, reason: str) -> list[Effect]:
@@ -165,6 +176,7 @@ class RankTrust:
         if not self._is_joined:
             return []
         standing = (
+            "disconnected" if self._is_cut else None,
             "silent" if self._is_silent else None,
             self._loss,
             "events_refused" if self._refused_at is not None else None,

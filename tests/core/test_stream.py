@@ -513,9 +513,12 @@ def test_anything_after_garbage_is_newer() -> None:
 def test_reconnect_asks_to_see_the_last_batch_again() -> None:
     """The same batch under the same number: the same process."""
     stream = live_at(4)
-    assert stream.on_disconnected() == []
+    assert stream.on_disconnected() == [TrustChanged(Trust.DEGRADED, "disconnected")]
 
-    assert stream.on_connected() == [RequestReplay(4, 2)]
+    assert stream.on_connected() == [
+        RequestReplay(4, 2),
+        TrustChanged(Trust.EXACT, "reconnected"),
+    ]
     assert stream.on_live(6, batch(6)) == []
     assert stream.on_replayed(2, 4, batch(4)) == []
     assert stream.on_replayed(2, 5, batch(5)) == [waited(5), waited(6)]
@@ -592,9 +595,9 @@ def test_connection_lost_during_a_gap_checks_the_life_first() -> None:
     """The answer under way may be cut, and the next one another process's."""
     stream = live_at(2)
     stream.on_live(4, batch(4))
-    assert stream.on_disconnected() == [ReplayEnded("abandoned")]
+    assert ReplayEnded("abandoned") in stream.on_disconnected()
 
-    assert stream.on_connected() == [RequestReplay(2, 3)]
+    assert RequestReplay(2, 3) in stream.on_connected()
     stream.on_replayed(3, 2, batch(2))
     assert stream.on_replayed(3, 3, batch(3)) == [waited(3), waited(4), GapRepaired(3, 3)]
 
@@ -624,7 +627,7 @@ def test_first_batch_after_a_reconnect_of_a_fresh_engine_is_its_first() -> None:
     stream = fresh()
     stream.on_disconnected()
 
-    assert stream.on_live(0, batch(0)) == [waited(0)]
+    assert waited(0) in stream.on_live(0, batch(0))
 
 
 def test_batch_of_a_process_that_died_before_it_counted_is_forgotten() -> None:
@@ -645,7 +648,7 @@ def test_batch_between_two_connections_is_doubted() -> None:
     stream.on_disconnected()
     assert waited(0) in stream.on_live(0, batch(0))
 
-    assert stream.on_connected() == [RequestReplay(0, 2)]
+    assert RequestReplay(0, 2) in stream.on_connected()
     assert OpenEpoch("reconnect_contradicted") in stream.on_replayed(2, 0, batch(0, life=1))
 
 
@@ -894,6 +897,7 @@ class Network:
                 case ApplyBatch(seq=seq, payload=payload):
                     self.applied.append(seq)
                     self.payloads.append(payload)
+                    self.stream.on_applied(seq, BatchOutcome())
                 case RequestReplay(from_seq=from_seq, ticket=ticket):
                     self._ticket = ticket
                     self._answer = self.publisher.replay(from_seq)

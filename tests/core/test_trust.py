@@ -203,3 +203,22 @@ def test_rebuild_does_not_end_silence() -> None:
     assert trust.on_applied(5, plain, is_gap_open=False) == [
         TrustChanged(Trust.EXACT, "heard_again")
     ]
+
+
+def test_cut_connection_lowers_trust_until_there_is_another() -> None:
+    """What happens meanwhile is not heard."""
+    trust = whole()
+
+    assert trust.on_cut() == [TrustChanged(Trust.DEGRADED, "disconnected")]
+    assert trust.on_connected() == [TrustChanged(Trust.EXACT, "reconnected")]
+    assert trust.on_connected() == []
+
+
+def test_new_batch_says_that_there_is_a_peer() -> None:
+    """Though nobody told of the connection."""
+    trust = whole()
+    trust.on_cut()
+
+    effects = trust.on_applied(1, BatchOutcome(), is_gap_open=False)
+
+    assert effects == [TrustChanged(Trust.EXACT, "heard_again")]
