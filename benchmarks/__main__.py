@@ -105,6 +105,15 @@ BENCHMARKS = (
         "nothing. Of figures from a shared machine, the ratios carry over.",
     ),
     Benchmark(
+        "huge_prompts",
+        "Beside huge prompts",
+        "Small streams and /health, in turn alone and beside one prompt of 200,000 tokens a second, each of another "
+        "beginning, to engines that answer at once. Longest turns: CPU of the event loop's thread in one callback, while "
+        "nothing else is answered. Texts are tokenised in a thread of their own, without the interpreter's lock: that is most of "
+        "what they cost, and no turn. Health and gaps as another process sees them: they wait for cores, too, so "
+        "compare them with the quiet row.",
+    ),
+    Benchmark(
         "peers",
         "Routing beside other routers",
         "Real time, over HTTP and ZMQ, four simulated engines with limited caches: docs/peers.md. Seconds; "

@@ -131,7 +131,7 @@ class _Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._url == b"/v1/completions":
+        if self._url in {b"/v1/completions", b"/v1/chat/completions"}:
             self._generate(self._body[0] if len(self._body) == 1 else b"".join(self._body))
         elif self._url == b"/v1/models":
             self._answer(b"200 OK", MODELS)
