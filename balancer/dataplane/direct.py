@@ -132,9 +132,9 @@ class DirectProtocol(ExactHttp):
         if not isinstance(cycle, DirectExchange):
             super()._start_asgi_task(cycle, app)
             return
-        task = cycle.task = self.loop.create_task(cycle.run())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        # It takes itself out of the tasks that a stop waits for: a callback would cost a turn of its own.
+        cycle.task = self.loop.create_task(cycle.run())
+        self.tasks.add(cycle.task)
 
     def _unset_keepalive_if_required(self) -> None:
         """Something has come."""

@@ -54,6 +54,8 @@ class Owner(Protocol):
     parser: httptools.HttpRequestParser
     transport: asyncio.Transport
     flow: FlowControl
+    tasks: set[asyncio.Task[None]]
+    """Those that a server that stops waits for."""
     headers: list[tuple[bytes, bytes]]
     """Of the request whose headers have just come."""
     expect_100_continue: bool
@@ -123,12 +125,15 @@ class DirectExchange:
 
     async def run(self) -> None:
         """Answer, in a task of its own."""
-        self._owner.answering = self
+        owner = self._owner
+        owner.answering = self
         try:
-            await self._owner.plane.handle(self)
+            await owner.plane.handle(self)
         finally:
             if not self.response_complete:
                 self._break()
+            if self.task is not None:
+                owner.tasks.discard(self.task)
 
     async def read_body(self, limit_bytes: int) -> PiecedBody:
         self._limit_bytes = limit_bytes
@@ -149,7 +154,8 @@ class DirectExchange:
     async def answer(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> None:
-        self._check_present()
+        if self.disconnected:
+            raise ClientGoneError("the client went away")
         self._begin(status, headers)
         if not self.push(body):
             await self.drain()

@@ -27,7 +27,7 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`kvlb` takes the least estimated time; `round_robin`, `least_loaded`, `prefix_overlap` and
     `session` are there to compare with (docs/routing.md). One's own by its import path:
     `package.module:Class` (docs/extending.md)."""
-    observe_share: Share = 0.02
+    observe_share: Share = 0.01
     """Under `round_robin` and `least_loaded`, which don't ask what is cached, of so many prompts it is
     looked up all the same, so that hit rates can be compared. 0: of none."""
     lookup_timeout_s: PositiveFloat = 0.02
