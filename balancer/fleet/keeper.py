@@ -27,6 +27,8 @@ FIRST_INTERVAL_S = 0.25
 """Pause between probes of an instance that has not been healthy yet: it may be starting."""
 CACHE_ASKS = 3
 """An engine that doesn't tell its cache's size is asked no more often, until it was down."""
+WARM_UP_PROBES_PER_S = 64
+"""Of all that are starting together, so that many that never answer cost no more than that."""
 WARM_UP_PROBES = 40
 """So many of them, then the usual interval."""
 
@@ -73,9 +75,34 @@ class _Watched:
     started: bool = False
     hold: str | None = None
     registration: Registration | None = None
+    _configured: tuple[InstanceSettings, Instance] | None = None
+    _seen: tuple[object, ...] = ()
+    _instance: Instance | None = None
 
     def instance(self) -> Instance:
-        configured = self.settings.instance()
+        """As it is believed to be; the same object as long as nothing is different.
+
+        Every probe of any instance asks for all of them.
+        """
+        state = self.state
+        seen = (
+            self.settings,
+            self.ranks,
+            self.models,
+            self.facts,
+            self.cache_tokens,
+            (state.healthy, state.draining, state.reason),
+            self.hold,
+            self.registration,
+        )
+        if self._instance is None or seen != self._seen:
+            self._seen, self._instance = seen, self._made()
+        return self._instance
+
+    def _made(self) -> Instance:
+        if self._configured is None or self._configured[0] is not self.settings:
+            self._configured = self.settings, self.settings.instance()
+        configured = self._configured[1]
         ranks = self.ranks or configured.ranks
         return replace(
             configured,
@@ -294,8 +321,10 @@ class FleetKeeper:
 
     def _pause_s(self, watched: _Watched) -> float:
         usual = self._settings.interval_s
-        starting = not watched.state.ever_healthy and watched.probes < WARM_UP_PROBES
-        return min(FIRST_INTERVAL_S, usual) if starting else usual
+        if not _is_starting(watched):
+            return usual
+        starting = sum(map(_is_starting, self._watched.values()))
+        return min(max(FIRST_INTERVAL_S, starting / WARM_UP_PROBES_PER_S), usual)
 
     def _settle(self, watched: _Watched, state: ProbeState, models: ServedModels | None) -> None:
         before = watched.state
@@ -332,6 +361,10 @@ class FleetKeeper:
 
     def _build(self) -> Fleet:
         return Fleet(instances=tuple(each.instance() for each in self._watched.values()))
+
+
+def _is_starting(watched: _Watched) -> bool:
+    return not watched.state.ever_healthy and watched.probes < WARM_UP_PROBES
 
 
 def _same_ranks(before: InstanceSettings, now: InstanceSettings) -> bool:

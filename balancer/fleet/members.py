@@ -278,6 +278,8 @@ class Members(Generic[Config]):
 
     def _set_named(self, origin: Origin, entries: tuple[InstanceSettings, ...]) -> None:
         before, self._named[origin] = self._named[origin], entries
+        if before == entries:
+            return
         self._forget(name_of(REMOVED, each) for each in named_otherwise(before, entries))
 
     def _first_named(self, instance: InstanceId) -> InstanceSettings | None:

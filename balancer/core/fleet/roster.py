@@ -90,7 +90,8 @@ def join_members(
     aliases: set[str] = set()
     for origin, entry in in_order(named, changes):
         place = without_loopback_names(entry.id)
-        if origin is not Origin.ADDED and changes.removed.get(entry.id) == fingerprint(entry):
+        removed = changes.removed.get(entry.id)
+        if removed is not None and origin is not Origin.ADDED and removed == fingerprint(entry):
             out.add(place)
         if place in places or (place in out and origin is not Origin.ADDED):
             continue

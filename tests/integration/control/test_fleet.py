@@ -575,3 +575,16 @@ async def test_key_that_cannot_be_sent_shows_in_no_reason(key: str, engine: Any)
         answer = await client.probe(instance)
 
     assert answer == ProbeAnswer(outcome=ProbeOutcome.FAILED, reason="connection_failed")
+
+
+async def test_what_is_known_of_the_others_isnt_made_anew_with_each_look(client: Any) -> None:
+    """A fleet of hundreds is looked at hundreds of times a second."""
+    entries = [InstanceSettings(url=f"http://10.0.0.1:{port}") for port in range(1, 100)]
+    keeper = FleetKeeper(entries, prober=client, settings=ProbeSettings())
+    before = keeper.snapshot().instances
+
+    keeper.set_instances(entries, holds={entries[0].id: "drained"})
+    after = keeper.snapshot().instances
+
+    assert after[0].hold == "drained"
+    assert all(now is then for now, then in zip(after[1:], before[1:], strict=True))
