@@ -14,7 +14,7 @@ Rules, the first that applies decides:
    `force: remote`, and if the prompt's tokens are known and someone could prefill it.
 8. Else up to `local_prefill_max_tokens` uncached tokens run where the decode is, unless
    `force: remote`. An unscorable prompt's tokens are guessed from the body's size, all uncached.
-8. Everything else takes a prefill leg. Where no prefill instance could ever hand over to this
+9. Everything else takes a prefill leg. Where no prefill instance could ever hand over to this
    one (none there, or each with another connector) it runs where the decode is; where they are
    all down that has to be allowed (`allow_local_on_failure`).
 """
