@@ -74,11 +74,8 @@ _PATHS = {
         "/rerank",
         "/v1/rerank",
         "/v2/rerank",
-        "/generative_scoring",
         "/v1/systemone",
         "/v1/decisions",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
         "/cohere/v2/chat/render",
         "/tokenize",
         "/detokenize",
@@ -86,7 +83,13 @@ _PATHS = {
     _FORWARD,
 )
 _PATHS |= dict.fromkeys(
-    ("/v1/chat/completions/batch", "/invocations"),
+    (
+        "/generative_scoring",
+        "/invocations",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/chat/completions/batch",
+    ),
     _FORWARD_GENERATE,
 )
 _PATHS |= {
