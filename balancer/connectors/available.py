@@ -48,9 +48,15 @@ def connector_fault(instance: Instance) -> str | None:
     if instance.connector not in names:
         near = nearest(instance.connector, list(names))
         return f"connector`: no connector `{instance.connector}`{near}"
+    known = connectors()
+    connector = known.get(instance.connector)  # None: an encode instance's
+    if connector is not None and connector.has_one_address and len(instance.ranks) > 1:
+        return (
+            f"ranks`: connector `{instance.connector}` names an instance by one address: give each "
+            "rank an engine, and an entry, of its own"
+        )
     if not isinstance(instance.transfer, ChildSettings):
         return None
-    known = connectors()
     unknown = [name for name in instance.transfer.children if name not in known]
     if unknown:
         near = nearest(unknown[0], list(known))

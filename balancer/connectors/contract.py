@@ -107,6 +107,8 @@ class Connector(Protocol):
     name: str
     pairs_ranks: bool = False
     """Both legs should run on ranks of the same number where both have it."""
+    has_one_address: bool = False
+    """A leg names an instance by one address, which is that of its only rank."""
     pulls: bool = False
     """`pull` may find something to do."""
 

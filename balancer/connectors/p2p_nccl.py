@@ -29,6 +29,14 @@ class P2pNcclConnector(Connector):
     """Serial: the prefill engine has sent, or offers, everything when it answers."""
 
     name = "p2p_nccl"
+    has_one_address = True
+
+    def mismatch(self, source: Instance, target: Instance) -> str | None:
+        """An id has no place for a rank: blocks of any but the first would be waited for in vain."""
+        several = [each for each in (source, target) if len(each.ranks) > 1]
+        if not several:
+            return None
+        return f"{several[0].alias} has {len(several[0].ranks)} ranks, and an id names one address"
 
     def prefill_leg(self, context: LegContext) -> LegRequest:
         """One token, under the id that names both."""

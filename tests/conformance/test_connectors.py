@@ -332,6 +332,20 @@ def test_a_connector_that_cant_be_is_told_by_its_key(
     assert words in told
 
 
+def test_ranks_that_an_id_cant_name_are_refused_by_name() -> None:
+    """Blocks of any rank but the first would be waited for in vain."""
+    ranked = replace(instance("p0", Role.PREFILL, "p2p_nccl"), ranks=(0, 1))
+    target = replace(instance("d0", Role.DECODE, "p2p_nccl"), models=ranked.models)
+
+    told = connector_fault(ranked)
+    assert told is not None
+    assert told.startswith("ranks`: connector `p2p_nccl`")
+    assert connector_fault(replace(ranked, connector="nixl")) is None
+    (seen,) = connector_conflicts([ranked, target])
+    assert "p0 has 2 ranks" in seen
+    assert connector_conflicts([replace(ranked, ranks=(0,)), target]) == []
+
+
 @pytest.mark.parametrize(
     ("name", "transfer"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from balancer.core.errors import ModelNotFoundError, NoInstanceError, OverloadedError
+from balancer.core.fleet.roster import Hold
 from balancer.core.fleet.snapshot import Fleet, Instance, Role
 from balancer.core.load.ledger import LegWork
 from balancer.core.load.local_ledger import LocalLedger
@@ -53,6 +54,10 @@ def instance(
         draining=draining,
         enabled=enabled,
     )
+
+
+def held(alias: str, hold: Hold) -> Instance:
+    return replace(instance(alias, role=Role.PREFILL), hold=hold)
 
 
 def rank(alias: str, number: int = 0) -> RankId:
@@ -120,7 +125,10 @@ def test_a_pool_has_only_who_may_get_requests() -> None:
         pytest.param(instance("p0", role=Role.PREFILL, healthy=False), {"nixl"}, id="down"),
         pytest.param(instance("p0", role=Role.PREFILL, model=None), {"nixl"}, id="never-seen"),
         pytest.param(instance("p0", role=Role.PREFILL, model="other"), set(), id="other-model"),
-        pytest.param(instance("p0", role=Role.PREFILL, draining=True), set(), id="draining"),
+        pytest.param(instance("p0", role=Role.PREFILL, draining=True), {"nixl"}, id="health-503"),
+        pytest.param(held("p0", Hold.SILENT), {"nixl"}, id="silent"),
+        pytest.param(held("p0", Hold.DRAINED), set(), id="drained"),
+        pytest.param(held("p0", Hold.ASLEEP), set(), id="asleep"),
         pytest.param(instance("p0", role=Role.PREFILL, enabled=False), set(), id="disabled"),
         pytest.param(instance("m1"), set(), id="none"),
     ],

@@ -18,11 +18,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Final
 
 import msgspec
 
 from balancer.core.errors import NoInstanceError, OverloadedError
 from balancer.core.fleet.model_lookup import unknown_model
+from balancer.core.fleet.roster import Hold
 from balancer.core.fleet.snapshot import NO_CONNECTOR, Fleet, Instance, Role
 from balancer.core.load.ledger import LoadLedger, RankLoad
 from balancer.core.request import Endpoint, GenerateRequest, PromptView
@@ -119,6 +121,10 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return loading_tokens
 
 
+_MISSED: Final = frozenset({None, Hold.SILENT})
+"""Holds of instances that nobody took out: they are down, or have stopped registering."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """The instances of one fleet that matter to one model."""
@@ -158,8 +164,7 @@ def _find_pool(fleet: Fleet, model: str) -> Pool:
             if each.role is Role.PREFILL
             and each.connector != NO_CONNECTOR
             and each.enabled
-            and not each.draining
-            and each.hold is None
+            and each.hold in _MISSED
             and (each.models is None or each.models.serves(model))
         ),
         has_decode=any(each.role is Role.DECODE for each in answering),
