@@ -5,8 +5,9 @@ Rules:
 1. Status, end-to-end headers and body pass unchanged; ours are added (`x-kvlb-*`). After a prefill
    leg one value of `usage` is that leg's (`core.http.usage_splice`).
 2. An event stream passes event by event, anything else as it comes. What isn't a stream is held
-   until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502. A larger one
-   passes as it comes, and its usage stays unknown; so does whatever the engine has encoded.
+   until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502, and one in which
+   the engine gave up without a word the error that it is. A larger one passes as it comes, and its
+   usage stays unknown; so does whatever the engine has encoded.
 3. A stream that breaks before `[DONE]` ends for the client in an error event and a broken
    connection, never in an end that looks like one.
 """
@@ -32,11 +33,14 @@ from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.routing.explain import explain_headers
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.dataplane.beginnings import check_words
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.one_leg import DecodeAnswer
 
 _MAX_HELD_BYTES: Final = 1024 * 1024
+_WORDLESS_BYTES: Final = 1024
+"""Longer ones say something, unless they tell of no token."""
 
 
 class AnswerPasser:
@@ -171,8 +175,11 @@ class AnswerPasser:
         await self._pass_held(decoded, held, headers)
 
     def _pass_held(self, decoded: DecodeAnswer, held: bytes, headers: Headers) -> Awaitable[None]:
+        usage = usage_of(held)
+        if len(held) < _WORDLESS_BYTES or usage is None or not usage.completion_tokens:
+            check_words(held, decoded.leg, is_handed=decoded.is_handed)
         decoded.guard.first_token()
-        _note_usage(decoded, usage_of(held))
+        _note_usage(decoded, usage)
         if decoded.keep is not None:
             decoded.keep(held)
         details = None if decoded.plan.prefill is None else self._details(decoded)

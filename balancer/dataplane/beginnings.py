@@ -3,7 +3,7 @@
 Rules:
 
 1. An error status is the engine's refusal, with its body. So is an error inside a 200, as if it had
-   had its status (`core.http.told_error`).
+   had its status (`core.http.told_error`); an engine that gave up without a word told one.
 2. Of an event stream whatever comes before the first token waits for it: engines send a 200, and
    some a chat's opening, before they have computed or loaded anything. A stream that ends or
    begins with an error there has failed like any answer, so another instance may be tried.
@@ -15,7 +15,7 @@ Rules:
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 from balancer.core.errors import (
     EngineClosedError,
@@ -25,13 +25,14 @@ from balancer.core.errors import (
     StreamCutError,
 )
 from balancer.core.http.headers import find_header
-from balancer.core.http.stream_beginning import read_beginning
+from balancer.core.http.stream_beginning import read_beginning, read_ended
 from balancer.core.http.told_error import (
     DECISIVE_BYTES,
     ToldError,
     begins_as_error,
     is_usual,
     read_error,
+    read_wordless,
 )
 from balancer.core.record import LegRecord
 from balancer.dataplane.connection import UpstreamAnswer
@@ -87,9 +88,22 @@ async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: b
         await check_status(answer, leg)
         return await _first_bytes(answer, leg, held)
     except EngineRefusedError as error:
-        if is_handed and error.status == _LOAD_FAILED:
-            raise HandOverFailedError("the prompt could not be handed over") from error
-        raise
+        _blame(error, is_handed=is_handed)
+
+
+def check_words(held: bytes, leg: LegRecord, *, is_handed: bool) -> None:
+    """Raise EngineError if a whole answer is one of an engine that gave up without a word."""
+    told = read_wordless(held)
+    if told is not None:
+        error = EngineRefusedError(told.status, _JSON, told.body, alias=leg.alias)
+        _blame(error, is_handed=is_handed)
+
+
+def _blame(error: EngineRefusedError, *, is_handed: bool) -> NoReturn:
+    """Raise what a refusal is: of a leg that loads what another engine computed, rule 4."""
+    if is_handed and error.status == _LOAD_FAILED:
+        raise HandOverFailedError("the prompt could not be handed over") from error
+    raise error
 
 
 async def forwarded_beginning(answer: UpstreamAnswer, leg: LegRecord) -> bytes:
@@ -116,10 +130,11 @@ async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> b
 
 
 async def _stream_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
-    told = read_beginning(held)
+    told: ToldError | bool | None = read_beginning(held)
     while not told:
         chunk = await _next_chunk(answer)
         if not chunk:
+            told = read_ended(held)
             break  # an empty stream is the engine's to send
         held += chunk
         told = read_beginning(held)

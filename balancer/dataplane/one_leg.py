@@ -58,6 +58,8 @@ class DecodeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     leg: LegRecord
     guard: LegGuard
     plan: RoutePlan
+    is_handed: bool = False
+    """It loads what another engine computed, or finds it by a name."""
     keep: Callable[[bytes], None] | None = None
     """Wants the whole answer once it is complete, if it isn't too large."""
 
@@ -179,6 +181,7 @@ class LegCarrier:
                         leg=leg,
                         guard=route.decode_guard,
                         plan=plan,
+                        is_handed=is_handed,
                         keep=self._keeper(job, plan),
                     )
                 )

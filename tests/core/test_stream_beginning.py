@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.http.stream_beginning import read_beginning
+from balancer.core.http.stream_beginning import read_beginning, read_ended
 from balancer.core.http.told_error import ToldError
 
 OPENING = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -23,6 +23,10 @@ FAILED = b'data: {"error":{"message":"m","code":500}}\n\n'
         pytest.param(TOKEN, True, id="token"),
         pytest.param(OPENING + TOKEN, True, id="opening-and-token"),
         pytest.param(TOKEN + FAILED, True, id="token-and-error"),
+        pytest.param(
+            b'data: {"choices":[{"text":"a","finish_reason":"error"}]}\n\n', True, id="words-first"
+        ),
+        pytest.param(b'event: errors\ndata: {"a":1}\n\n', True, id="another-name"),
         pytest.param(b"data: [DONE]\n\n", True, id="end"),
         pytest.param(b'data: {"error":null}\n\n', True, id="no-error"),
         pytest.param(b'data: {"error":\n\n', True, id="no-json"),
@@ -40,6 +44,48 @@ def test_an_error_is_the_answer(before: bytes) -> None:
     error = b'{"error": {"message": "m", "code": 400}}'
 
     assert read_beginning(before + b"data: " + error + b"\n\n") == ToldError(status=400, body=error)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param(b'{"text":"","finish_reason":"error"}', id="completion"),
+        pytest.param(b'{"delta":{"content":""},"finish_reason":"error"}', id="chat"),
+        pytest.param(b'{"delta":{"role":"assistant"},"finish_reason":"error"}', id="opening"),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", OPENING], ids=["first", "behind-an-opening"])
+def test_an_end_without_a_word_is_an_error(before: bytes, choice: bytes) -> None:
+    """The engine gave up before it had said anything."""
+    told = read_beginning(before + b'data: {"choices":[' + choice + b"]}\n\ndata: [DONE]\n\n")
+
+    assert isinstance(told, ToldError)
+    assert told.status == 500
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(b'event: error\ndata: {"message":"gone"}\n\n', id="first"),
+        pytest.param(b'id: 1\r\nevent:error\r\ndata: {"message":"gone"}\r\n\r\n', id="crlf"),
+    ],
+)
+def test_an_event_named_error_is_one(event: bytes) -> None:
+    """Whatever its data look like."""
+    told = read_beginning(event)
+
+    assert isinstance(told, ToldError)
+    assert (told.status, b'"gone"' in told.body) == (502, True)
+
+
+def test_a_stream_may_end_as_an_error_that_is_no_stream() -> None:
+    """Somebody put the content type of streams before it."""
+    body = b'{"error":{"message":"m","code":503}}'
+
+    assert not read_beginning(body + b"\n\n")
+    assert read_ended(body + b"\n\n") == ToldError(status=503, body=body)
+    assert read_ended(b"") is None
+    assert read_ended(b": ping\n\n") is None
 
 
 @given(st.lists(st.sampled_from([OPENING, b": ping\n\n"]), max_size=4), st.booleans())

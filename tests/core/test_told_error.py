@@ -13,6 +13,8 @@ from balancer.core.http.told_error import (
     begins_as_error,
     is_usual,
     read_error,
+    read_named_error,
+    read_wordless,
 )
 
 
@@ -119,6 +121,73 @@ def test_an_error_of_messages_has_the_status_of_its_type(kind: str | None, statu
 def test_what_tells_no_error_is_none(document: bytes) -> None:
     """Broken, empty, of another kind, or a word in a text."""
     assert read_error(document) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        pytest.param(b'{"error":{"message":"m","code":400}}', 400, "m", id="nested"),
+        pytest.param(b'{"message":"m"}', 502, "m", id="flat"),
+        pytest.param(b'{"message":"m","code":503}', 503, "m", id="flat-with-a-code"),
+        pytest.param(b'{"error":null}', 502, "the engine told an error", id="wordless"),
+        pytest.param(b"out of memory", 502, "out of memory", id="no-json"),
+    ],
+)
+def test_data_of_an_event_named_error_are_one(data: bytes, status: int, message: str) -> None:
+    """The name says it, whatever shape they have."""
+    told = read_named_error(data)
+
+    assert (told.status, json.loads(told.body)["error"]["message"]) == (status, message)
+
+
+def ended(*choices: Any) -> bytes:
+    return json.dumps({"id": "cmpl-1", "choices": choices}).encode()
+
+
+FAILED = {"index": 0, "text": "", "finish_reason": "error"}
+SILENT: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
+
+
+@pytest.mark.parametrize(
+    ("document", "status"),
+    [
+        pytest.param(ended(FAILED), 500, id="error"),
+        pytest.param(ended(FAILED | {"finish_reason": "abort"}), 502, id="abort"),
+        pytest.param(ended({"message": SILENT, "finish_reason": "error"}), 500, id="chat"),
+        pytest.param(ended({"token_ids": [], "finish_reason": "error"}), 500, id="generate"),
+        pytest.param(ended(FAILED, FAILED), 500, id="all-choices"),
+    ],
+)
+def test_an_end_without_a_word_is_an_error(document: bytes, status: int) -> None:
+    """A load that failed has the status that engines give it, an abort that of a broken engine."""
+    told = read_wordless(document)
+
+    assert told is not None
+    assert (told.status, json.loads(told.body)["error"]["code"]) == (status, status)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(ended(FAILED | {"text": "a"}), id="text"),
+        pytest.param(ended(FAILED | {"token_ids": [1]}), id="token-ids"),
+        pytest.param(
+            ended({"message": SILENT | {"reasoning": "a"}, "finish_reason": "abort"}),
+            id="reasoning",
+        ),
+        pytest.param(ended(FAILED, FAILED | {"finish_reason": "stop"}), id="another-choice"),
+        pytest.param(ended(FAILED | {"finish_reason": ["error"]}), id="odd-reason"),
+        pytest.param(ended("error"), id="odd-choice"),
+        pytest.param(ended(FAILED | {"text": "error", "finish_reason": "stop"}), id="a-word"),
+        pytest.param(ended(), id="no-choices"),
+        pytest.param(b'{"choices":"error"}', id="odd-choices"),
+        pytest.param(b'{"choices":["error"', id="broken"),
+        pytest.param(ended(FAILED | {"finish_reason": "length"}), id="good"),
+    ],
+)
+def test_other_ends_are_the_clients_to_see(document: bytes) -> None:
+    """Something was said, or it ended as it should."""
+    assert read_wordless(document) is None
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=4))

@@ -5,7 +5,8 @@ Rules:
 1. Comments and a chat's opening (`core.http.sse`) say nothing: an engine may send them before it has
    computed, or loaded, anything, and then fail.
 2. The first event that says something decides. An error that comes after it is the client's to see.
-3. What is no complete event yet says nothing, unless it is longer than any error.
+3. What is no complete event yet says nothing, unless it is longer than any error. Once the stream has
+   ended it may be an error all the same: one that was written as if no stream had been asked for.
 
 Cost: a split of the few bytes that came first; a decode only of what names an error.
 """
@@ -14,9 +15,15 @@ import re
 from typing import Final
 
 from balancer.core.http.sse import data_of, is_opening
-from balancer.core.http.told_error import ToldError, read_error
+from balancer.core.http.told_error import (
+    ToldError,
+    read_error,
+    read_named_error,
+    read_wordless,
+)
 
 _EVENT_END: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_ERROR_NAME: Final = re.compile(rb"(?:^|[\r\n])event: ?error[\r\n]")
 _LONGEST_BYTES: Final = 64 * 1024
 
 
@@ -24,8 +31,25 @@ def read_beginning(held: bytes) -> ToldError | bool:
     """Tell whether these first bytes say something; the error, if that is what they say."""
     start = 0
     for end in _EVENT_END.finditer(held):
-        data = data_of(held[start : end.end()])
+        event = held[start : end.end()]
         start = end.end()
-        if data is not None and not is_opening(data):
-            return read_error(data.strip()) or True
+        data = data_of(event)
+        if data is None:
+            continue
+        told = _read_event(event, data.strip())
+        if told is not None or not is_opening(data):
+            return told or True
     return len(held) > _LONGEST_BYTES
+
+
+def read_ended(held: bytes) -> ToldError | None:
+    """Tell whether a stream that ended, and said nothing, is an error that is no stream."""
+    return read_error(held.strip())
+
+
+def _read_event(event: bytes, data: bytes) -> ToldError | None:
+    if b"error" not in event and b"abort" not in event:
+        return None
+    if _ERROR_NAME.search(event):
+        return read_named_error(data)
+    return read_error(data) or read_wordless(data)

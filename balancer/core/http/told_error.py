@@ -8,8 +8,11 @@ Rules:
 3. Of a whole answer only the first member decides, so that good answers are recognised by their first
    bytes: engines write errors so, and `error` in the middle of an answer may be a field of it.
 4. The nested form and that of Messages stay as they are; any other is put into OpenAI's.
+5. A stream's event named `error` is one, whatever its data are.
+6. An answer whose every choice ended by `error` or `abort`, without a word, is one, too. Engines answer
+   the first with 500 as a rule: a load that failed. Behind a word it is the client's to see.
 
-Cost: of a good answer, one comparison of five bytes.
+Cost: of a good answer, one comparison of five bytes, and two searches once all of it is here.
 """
 
 import json
@@ -27,6 +30,12 @@ _ERROR: Final = re.compile(
     rb'\s*\{\s*"(?:error"\s*:\s*(?:\{|"[^"])|object"\s*:\s*"error"|type"\s*:\s*"error")'
 )
 _UNKNOWN_STATUS: Final = 502
+FAILED_FINISHES: Final = ("error", "abort")
+"""Values of `finish_reason` that say that an engine gave up."""
+_FINISHES: Final = {
+    "error": (500, "InternalServerError"),
+    "abort": (_UNKNOWN_STATUS, "BadGatewayError"),
+}
 _ANTHROPIC_STATUSES: Final = {
     **{kind: status for status, kind in sorted(ANTHROPIC_TYPES.items(), reverse=True)},
     "api_error": 500,
@@ -69,6 +78,43 @@ def read_error(document: bytes) -> ToldError | None:
         known = _ANTHROPIC_STATUSES.get(kind) if isinstance(kind, str) else None
         return ToldError(status=known or _UNKNOWN_STATUS, body=document)
     return ToldError(status=_status(error), body=document)
+
+
+def read_named_error(data: bytes) -> ToldError:
+    """Read the data of an event that is named `error`."""
+    told = read_error(data)
+    if told is not None:
+        return told
+    words: Any = _decode(data)
+    if words is None:
+        words = {"message": data.decode(errors="replace")}
+    return _flat({"message": "the engine told an error", "type": "BadGatewayError", **words})
+
+
+def read_wordless(document: bytes) -> ToldError | None:
+    """What a document has for its client if its engine gave up without a word; else None."""
+    if b'"abort"' not in document and b'"error"' not in document:
+        return None
+    told = _decode(document)
+    choices = None if told is None else told.get("choices")
+    if not isinstance(choices, list) or not choices or not all(map(_is_wordless, choices)):
+        return None
+    reason = choices[0]["finish_reason"]
+    message = f"the engine ended the request before its first token: {reason}"
+    status, kind = _FINISHES[reason]
+    return _flat({"message": message, "type": kind, "code": status})
+
+
+def _is_wordless(choice: Any) -> bool:
+    if not isinstance(choice, Mapping) or choice.get("finish_reason") not in FAILED_FINISHES:
+        return False
+    said = choice.get("delta", choice.get("message"))
+    parts = said if isinstance(said, Mapping) else {}
+    return not (
+        choice.get("text")
+        or choice.get("token_ids")
+        or any(value for name, value in parts.items() if name != "role")
+    )
 
 
 def _flat(told: Mapping[str, Any]) -> ToldError:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from balancer.core.http.told_error import FAILED_FINISHES
+
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -90,7 +92,7 @@ def prefill_fault(answer: object) -> str | None:
         return "the prefill answer tells of an error"
     choices = answer.get("choices")
     for choice in choices if isinstance(choices, list) else ():
-        if isinstance(choice, Mapping) and choice.get("finish_reason") in {"error", "abort"}:
+        if isinstance(choice, Mapping) and choice.get("finish_reason") in FAILED_FINISHES:
             return "the prefill leg was aborted"
     return None
 

@@ -32,6 +32,24 @@ async def in_pieces(received: Any, wire: Any) -> None:
     await wire.end()
 
 
+def streaming(*events: bytes) -> Callable[[Any, Any], Awaitable[None]]:
+    async def script(received: Any, wire: Any) -> None:
+        await wire.events(*events)
+
+    return script
+
+
+DONE = b"data: [DONE]\n\n"
+FAILED = {"id": "cmpl-1", "choices": [{"index": 0, "text": "", "finish_reason": "error"}]}
+ABORTED = {"id": "cmpl-1", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}
+LONG_FAILED = FAILED | {"prompt_token_ids": [1000] * 1000, "usage": {"completion_tokens": 0}}
+NAMED = b'event: error\ndata: {"message":"gone"}\n\n'
+
+
+def event(document: Any) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
 async def as_first_event(received: Any, wire: Any) -> None:
     await wire.events(b"data: " + json.dumps(NESTED).encode() + b"\n\n", b"data: [DONE]\n\n")
 
@@ -43,8 +61,16 @@ async def as_first_event(received: Any, wire: Any) -> None:
         pytest.param(COMPLETIONS, in_pieces, id="in-pieces"),
         pytest.param(COMPLETIONS, answering({"error": "gone"}), id="words"),
         pytest.param(COMPLETIONS, as_first_event, id="first-event"),
+        pytest.param(COMPLETIONS, answering(FAILED), id="finish-error"),
+        pytest.param(COMPLETIONS, answering(ABORTED), id="finish-abort"),
+        pytest.param(COMPLETIONS, answering(LONG_FAILED), id="finish-error-long"),
+        pytest.param(COMPLETIONS, streaming(event(FAILED), DONE), id="stream-finish-error"),
+        pytest.param(COMPLETIONS, streaming(event(ABORTED), DONE), id="stream-finish-abort"),
+        pytest.param(COMPLETIONS, streaming(NAMED), id="named-event"),
+        pytest.param(COMPLETIONS, streaming(json.dumps(NESTED).encode()), id="no-stream-at-all"),
         pytest.param("/v1/embeddings", answering(NESTED), id="forwarded"),
         pytest.param("/v1/responses", as_first_event, id="forwarded-first-event"),
+        pytest.param("/v1/responses", streaming(NAMED), id="forwarded-named-event"),
     ],
 )
 async def test_another_engine_is_tried(
@@ -96,12 +122,70 @@ async def test_its_client_is_told_if_nobody_else_can(
     assert (answer.status_code, answer.json()) == (status, {"error": error})
 
 
+@pytest.mark.parametrize(
+    ("fault", "status", "message"),
+    [
+        pytest.param(answering(FAILED), 500, "its first token: error", id="error"),
+        pytest.param(answering(ABORTED), 502, "its first token: abort", id="abort"),
+        pytest.param(streaming(event(ABORTED), DONE), 502, "its first token: abort", id="stream"),
+        pytest.param(streaming(NAMED), 502, "gone", id="named-event"),
+        pytest.param(streaming(json.dumps(NESTED).encode()), 500, "m", id="no-stream-at-all"),
+    ],
+)
+async def test_client_is_told_that_the_engine_gave_up_without_a_word(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    fault: Any,
+    status: int,
+    message: str,
+) -> None:
+    """In OpenAI's form, and what the engine said of it."""
+    async with engine(fault) as bad, balancer(instance(bad)) as proxy:
+        answer = await client.post(proxy.url + COMPLETIONS, json={"model": "m", "prompt": [1, 2]})
+        (record,) = await proxy.wait_for_records(1)
+
+    assert answer.status_code == record.status == status
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["error"]["message"].endswith(message)
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+async def test_what_was_said_first_passes_as_it_is(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    stream: bool,
+    reason: str,
+) -> None:
+    """An engine that gives up behind a word has answered so far, and its client sees both."""
+    spoken = {"id": "cmpl-1", "choices": [{"index": 0, "text": "a", "finish_reason": reason}]}
+    good = streaming(event(spoken), DONE) if stream else answering(spoken)
+    async with engine(good) as e, balancer(instance(e)) as proxy:
+        body = {"model": "m", "prompt": [1, 2], "stream": stream}
+        answer = await client.post(proxy.url + COMPLETIONS, json=body)
+
+    sent = event(spoken) + DONE if stream else json.dumps(spoken).encode()
+    assert (answer.status_code, answer.content) == (200, sent)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(answering(NESTED), id="error"),
+        pytest.param(answering(FAILED), id="finish-error"),
+        pytest.param(streaming(event(FAILED), DONE), id="stream-finish-error"),
+    ],
+)
 async def test_decode_engine_that_could_not_load_is_told_as_such(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, fault: Any
 ) -> None:
     """Its words say nothing to a client who knows of no hand-over, whatever status they came with."""
     prefilled = {"kv_transfer_params": {"do_remote_prefill": True}}
-    async with engine(answering(prefilled)) as p, engine(answering(NESTED)) as d:
+    async with engine(answering(prefilled)) as p, engine(fault) as d:
         fleet = (
             instance(p, "p0", role=Role.PREFILL, connector="nixl"),
             instance(d, "d0", role=Role.DECODE, connector="nixl"),
