@@ -89,10 +89,6 @@ class BalancerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _refuse_loopback_twice(self.instances)
         _refuse_duplicates("alias", (each.name for each in self.instances))
         for number, instance in enumerate(self.instances):
-            if is_own_address(instance.id, self.host, self.port):
-                raise ConfigError(
-                    f"`instances[{number}].url`: {instance.id} is where this balancer listens itself"
-                )
             fault = connector_fault(instance.instance())
             if fault is not None:
                 raise ConfigError(f"`instances[{number}].{fault}")
@@ -147,6 +143,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Config:
     """Return `config` with secrets and aliases filled in, or raise ConfigError for what can't work."""
     config = msgspec.structs.replace(config, instances=name_instances(config.instances))
     config.check_fleet()
+    _refuse_own_addresses(config)
     if config.registration is not None:
         check_connector(config.registration.connector, "registration.connector", Role.DECODE)
     load_policy(config.routing.policy)
@@ -191,6 +188,15 @@ def _refuse_loopback_twice(instances: Sequence[InstanceSettings]) -> None:
         if first != where:
             raise ConfigError(
                 f"`{where}.url`: {each.id} is {first} under another name of this machine"
+            )
+
+
+def _refuse_own_addresses(config: BalancerConfig) -> None:
+    """Only of what is written down: who stands in the fleet by another door is told by its answer."""
+    for number, each in enumerate(config.instances):
+        if is_own_address(each.id, config.host, config.port):
+            raise ConfigError(
+                f"`instances[{number}].url`: {each.id} is where this balancer listens itself"
             )
 
 

@@ -155,11 +155,7 @@ class FleetAdmin:
         at_run_time = sum(each.origin is not Origin.FILE for each in present.members)
         if at_run_time >= MAX_RUNTIME_MEMBERS:
             raise MemberConflictError(f"{MAX_RUNTIME_MEMBERS} instances were added already")
-        instances = (*present.config.instances, entry)
-        try:
-            msgspec.structs.replace(present.config, instances=instances).check_fleet()
-        except ConfigError as error:
-            raise BadRequestError(_of_the_new(str(error), len(instances) - 1)) from error
+        _refuse_faults(entry, present.config)
 
     async def _check_models(self, entry: InstanceSettings) -> None:
         common = self._members.present.config.engine_api_key
@@ -191,6 +187,17 @@ class FleetAdmin:
                 f"{entry.id} serves {models.base!r}, which nobody in this fleet does; {hint}",
                 code="wrong_model",
             )
+
+
+def _refuse_faults(entry: InstanceSettings, config: BalancerConfig) -> None:
+    """By itself first: what is wrong with those that are there would hide what is wrong with it."""
+    for instances in ((entry,), (*config.instances, entry)):
+        number = len(instances) - 1
+        try:
+            msgspec.structs.replace(config, instances=instances).check_fleet()
+        except ConfigError as error:
+            if f"instances[{number}]" in str(error):
+                raise BadRequestError(_of_the_new(str(error), number)) from error
 
 
 def _restore(keys: MutableMapping[InstanceId, str], instance: InstanceId, key: str | None) -> None:

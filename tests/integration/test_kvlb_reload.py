@@ -158,6 +158,11 @@ async def test_untouched_file_is_left_alone(watch: Watch) -> None:
         ),
         pytest.param("instances: [", "is not YAML", id="not-yaml"),
         pytest.param("", "no engine", id="empty"),
+        pytest.param(
+            "instances: [{url: 'http://a:1'}, {url: 'http://localhost:8080'}]",
+            "instances[1].url`: http://localhost:8080 is where this balancer listens itself",
+            id="own-address",
+        ),
     ],
 )
 async def test_broken_file_is_refused_and_named(watch: Watch, text: str, says: str) -> None:

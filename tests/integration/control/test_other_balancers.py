@@ -121,6 +121,32 @@ async def test_balancer_found_by_dns_gets_nothing(balancer: Any) -> None:
     assert await reason_of(balancer, balancer.url) == "own_address"
 
 
+@pytest.mark.parametrize(
+    "there",
+    [
+        InstanceSettings(url="http://127.0.0.1:9"),
+        InstanceSettings(url="http://127.0.0.1:8", connector="none-such"),
+    ],
+    ids=["own-address", "unknown-connector"],
+)
+async def test_what_came_by_another_door_refuses_nobody_else(
+    engine: Any, engine_factory: Any, balancer_factory: Any, there: InstanceSettings
+) -> None:
+    """What a request adds, or the file names, is judged by itself: who is there stays what it is."""
+    config = {"port": 9, "instances": [{"url": engine.url}], **ADMIN}
+    async with balancer_factory(config) as balancer, engine_factory() as other:
+        members = balancer.app.control.members
+        members.set_discovered([there])
+        added = await add(balancer, other.url)
+        again = await add(balancer, there.url)
+        named = {"port": 9, "instances": [{"url": engine.url}, {"url": "http://127.0.0.1:7"}]}
+        balancer.app.reconfigure(check_config(decode_settings(named, BalancerConfig, where=""), {}))
+        origins = [each.origin.value for each in members.present.members]
+
+    assert (added.status_code, again.status_code) == (200, 409)
+    assert origins == ["file", "file", "added", "discovered"]
+
+
 async def test_request_that_comes_back_is_refused(balancer: Any, engine: Any) -> None:
     """Should an instance lead back here all the same: one leg, not hundreds."""
     mark = (await balancer.http.get("/health")).headers[MARK]

@@ -84,6 +84,21 @@ async def test_registered_engine_gets_requests_while_it_beats(
     assert refused.status_code == 503
 
 
+async def test_own_address_that_registers_keeps_nobody_else_out(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """Whoever announced it: others are added as before."""
+    config = {"port": 9, "registration": SETTINGS, "admin": {"api_key": "k"}}
+    async with balancer_factory(config) as balancer, dealer(port_of(balancer)) as send:
+        await send(announcement(engine, http_address="127.0.0.1:9"))
+        await holds(balancer, None)
+        added = await balancer.http.post(
+            "/instances/add", json={"url": engine.url}, headers={"x-api-key": "k"}
+        )
+
+    assert added.status_code == 200
+
+
 async def test_beat_brings_a_silent_engine_back(engine: Any, balancer_factory: Any) -> None:
     """What it announced is in the snapshot that connectors see."""
     settings = {**SETTINGS, "remove_s": 60.0}
