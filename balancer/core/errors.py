@@ -28,7 +28,9 @@ BalancerError
 └── ClientGoneError 499     the client went away; nothing is answered
 """
 
-_ELSEWHERE = frozenset({500, 502, 503, 504})
+LOOPED = 508
+"""What a balancer answers to a request of its own: no engine is behind that address."""
+_ELSEWHERE = frozenset({500, 502, 503, 504, LOOPED})
 """Statuses of an engine after which another one may do better."""
 
 
@@ -236,7 +238,7 @@ class EngineProtocolError(EngineError):
 class EngineRefusedError(EngineError):
     """The engine answered 4xx or 5xx. Its answer reaches the client as it is.
 
-    A 503 asks for another instance (full queue, paused), 500, 502 and 504 say that this one can't.
+    A 503 asks for another instance (full queue, paused), 500, 502, 504 and 508 say that this one can't.
     """
 
     code = "engine_refused"

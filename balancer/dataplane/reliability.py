@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from balancer.core.errors import (
+    LOOPED,
     ConnectTimeoutError,
     EngineError,
     EngineLostError,
@@ -197,7 +198,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
     match error:
         case None:
             return Outcome.WELL
-        case EngineRefusedError():
+        case EngineRefusedError() if error.status != LOOPED:
             is_fault = error.status >= 500 and error.status not in NO_FAULTS
             return Outcome.REFUSED if is_fault else Outcome.WELL
         case EngineUnreachableError() | ConnectTimeoutError() | EngineLostError():

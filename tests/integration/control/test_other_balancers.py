@@ -160,21 +160,43 @@ async def test_request_that_comes_back_is_refused(balancer: Any, engine: Any) ->
     assert engine.calls("/v1/completions") == engine.calls("/v1/embeddings") == 0
 
 
+def sending_back_to(balancer: Any) -> Any:
+    """What a proxy does whose upstream is the balancer itself."""
+
+    async def send_back(path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        kept = {name: headers[name] for name in headers if name not in {"host", "content-length"}}
+        answer = await balancer.http.post(path, json=body, headers=kept)
+        return answer.status_code, answer.content
+
+    return send_back
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_loop_costs_no_client_its_answer(
+    engine: Any, engine_factory: Any, balancer_factory: Any, stream: bool
+) -> None:
+    """Another instance is asked, and after a few the one that loops is held back."""
+    async with (
+        engine_factory() as proxy,
+        balancer_factory({"instances": [{"url": proxy.url}, {"url": engine.url}]}) as b,
+    ):
+        proxy.forward = sending_back_to(b)
+        await b.available(2)
+        answers = [
+            await b.http.post("/v1/completions", json={**IDS, "stream": stream}) for _ in range(20)
+        ]
+
+    assert {answer.status_code for answer in answers} == {200}
+    assert 1 <= proxy.calls("/v1/completions") <= 4
+
+
 async def test_a_loop_behind_a_proxy_is_one_leg(engine_factory: Any, balancer_factory: Any) -> None:
     """It answers probes as an engine would and sends every request back."""
     async with (
         engine_factory() as proxy,
         balancer_factory({"instances": [{"url": proxy.url}]}) as b,
     ):
-
-        async def send_back(path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-            kept = {
-                name: headers[name] for name in headers if name not in {"host", "content-length"}
-            }
-            answer = await b.http.post(path, json=body, headers=kept)
-            return answer.status_code, answer.content
-
-        proxy.forward = send_back
+        proxy.forward = sending_back_to(b)
         await b.available()
         answer = await b.http.post("/v1/completions", json=IDS)
 
