@@ -167,11 +167,6 @@ class NotSplittableError(FleetError):
 
     code = "not_splittable"
 
-    def __init__(self) -> None:
-        super().__init__(
-            "this can't run over two legs, and no instance here takes a request without a prefill leg"
-        )
-
 
 class OverloadedError(FleetError):
     """Every instance is full."""
