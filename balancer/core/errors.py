@@ -28,6 +28,9 @@ BalancerError
 └── ClientGoneError 499     the client went away; nothing is answered
 """
 
+_NOT_SPLITTABLE = (
+    "this can't run over two legs, and no instance here takes a request without a prefill leg"
+)
 LOOPED = 508
 """What a balancer answers to a request of its own: no engine is behind that address."""
 _ELSEWHERE = frozenset({500, 502, 503, 504, LOOPED})
@@ -166,6 +169,9 @@ class NotSplittableError(FleetError):
     """Two legs can't serve it, and every instance's connector takes nothing without a prefill leg."""
 
     code = "not_splittable"
+
+    def __init__(self, message: str = _NOT_SPLITTABLE) -> None:
+        super().__init__(message)
 
 
 class OverloadedError(FleetError):

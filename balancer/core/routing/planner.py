@@ -198,9 +198,7 @@ def _nobody_prefills(
     facts: SplitFacts, judged: Sequence[tuple[LoadedCandidate, Verdict]]
 ) -> FleetError:
     if all(verdict.reason is Reason.NOT_SPLITTABLE for _, verdict in judged):
-        return NotSplittableError(
-            "this can't run over two legs, and no instance here takes a request without a prefill leg"
-        )
+        return NotSplittableError()
     if facts.prefill_full:
         return OverloadedError("every prefill instance of this model is at its limit of requests")
     return NoInstanceError("no prefill instance of this model is available")
