@@ -259,17 +259,18 @@ class RankKeeper:
     async def _run_beating(self, journal: RankJournal) -> None:
         # Not all ranks at the same moment: lookups would wait behind hundreds of renewals.
         share = payload_digest(repr(self._rank).encode()) % 997 / 997
-        await asyncio.sleep(journal.heartbeat_s * share)
+        pause_s = journal.heartbeat_s * share
         while True:
-            await self._next_beat(journal.heartbeat_s)
+            await self._next_beat(pause_s)
+            pause_s = journal.heartbeat_s
             if not self.is_behind:
                 await self._renew(journal)
             if self.is_behind:
                 await self._repair(journal)
 
-    async def _next_beat(self, heartbeat_s: float) -> None:
+    async def _next_beat(self, pause_s: float) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(heartbeat_s):
+            async with asyncio.timeout(pause_s):
                 await self._doubted.wait()
         self._doubted.clear()
 
