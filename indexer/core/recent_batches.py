@@ -9,7 +9,7 @@ Rules:
 3. Bounded by hashes and by batches: the oldest batches go first, whole. `reaches` tells whether all
    since a moment is still there.
 
-Cost: 8 bytes per hash and per key (at most 4 MB a rank), 0.04 µs to note one in a long event, 0.2 µs
+Cost: 8 bytes per hash and per key (at most 9 MB a rank, where each batch removes one block), 0.04 µs to note one in a long event, 0.2 µs
 for an event of one; a question about the time since a moment reads everything noted since.
 """
 
@@ -37,12 +37,14 @@ def mark(engine_hash: EngineHash, group: int, tier: int) -> int:
 class _Departures:
     """Numbers with the moment at which they left, newest last; the oldest go first."""
 
-    __slots__ = ("_kept", "_left", "_most", "since_s")
+    __slots__ = ("_kept", "_left", "_most", "_most_moments", "since_s")
 
-    def __init__(self, since_s: float, most: int) -> None:
+    def __init__(self, since_s: float, most: int, most_moments: int) -> None:
         self.since_s = since_s
         """All that left later is here."""
         self._most = most
+        self._most_moments = most_moments
+        """One with a single number takes as much as one with twenty."""
         self._left: deque[tuple[float, array[int]]] = deque()
         self._kept = 0
 
@@ -52,7 +54,7 @@ class _Departures:
             return
         self._left.append((now_s, left))
         self._kept += len(left)
-        while self._kept > self._most:
+        while self._kept > self._most or len(self._left) > self._most_moments:
             self.since_s, oldest = self._left.popleft()
             self._kept -= len(oldest)
 
@@ -96,14 +98,15 @@ class RecentBatches:
         self._times_s: list[float] = []
         self._starts: list[int] = []
         """How many hashes had been stored before each batch."""
-        self._lost = _Departures(since_s, max_hashes)
+        self._lost = _Departures(since_s, max_hashes, max_batches)
         """Keys that left the index."""
-        self._removed = _Departures(since_s, max_hashes)
+        self._removed = _Departures(since_s, max_hashes, max_batches)
         """Hashes, as `mark` has them."""
 
     def note(self, now_s: float, batch: EventBatch) -> None:
         """A batch was applied."""
         stored = self._stored
+        removed: list[BlockRemoved] = []
         self.newest_s = now_s
         self._times_s.append(now_s)
         self._starts.append(len(stored))
@@ -112,7 +115,9 @@ class RecentBatches:
                 _note(stored, event)
             elif isinstance(event, AllBlocksCleared):
                 self.cleared_s = now_s
-        self.remove(now_s, [each for each in batch.events if isinstance(each, BlockRemoved)])
+            elif isinstance(event, BlockRemoved):
+                removed.append(event)
+        self.remove(now_s, removed)
         if len(stored) > 2 * self._max_hashes or len(self._starts) > 2 * self._max_batches:
             self._trim()
 

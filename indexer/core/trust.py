@@ -2,14 +2,14 @@
 
 Rules:
 
-1. Seven things keep a rank from being exact: a cut (the live socket has no peer, so what happens now is
-   not heard), silence (the engine computes and publishes nothing), a loss (numbers that never came, or can't be proved), refused events (numbers that came and
-   couldn't be used), the bound of its tables (blocks left that the engine has), orphans (blocks
+1. Seven things keep a rank from being exact: a cut (the live socket has no peer, so what happens now
+   is not heard), silence (the engine computes and publishes nothing), a loss (numbers that never
+   came, or can't be proved), refused events (numbers that came and couldn't be used), the bound of its tables (blocks left that the engine has), orphans (blocks
    whose parent is unknown), and contradictions (finished legs found other blocks cached than were
    told of, `core.witness`). It is DEGRADED while any of them stands; the reason is the first of
    that order.
-2. Ways back. From a cut: a connection, or a batch; what was missed meanwhile shows then. From silence: the next batch. From a loss: a complete replay, or a clear after it.
-   From refused events and the bound: a clear after them, or a new epoch without any. From orphans:
+2. Ways back. From a cut: a connection, or a batch; what was missed meanwhile shows then. From
+   silence: the next batch. From a loss: a complete replay, or a clear after it. From refused events and the bound: a clear after them, or a new epoch without any. From orphans:
    none are left. From contradictions: a complete replay, a clear, or legs that agree.
 3. A replay is worth asking for after a loss; for orphans until one complete replay has brought no
    parent: then the engine never announced it, or has dropped it since; for contradictions until one

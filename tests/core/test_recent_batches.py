@@ -134,3 +134,13 @@ def test_what_is_reached_back_to_is_counted_right(
             since = happened[moment:]
             counted = recent.stored_since(moment - 0.5, {0, 1, 2, 3})
             assert counted.total() == sum(is_stored for is_stored, _ in since)
+
+
+def test_losses_are_bounded_by_moments_too() -> None:
+    """A moment costs more than a number does; what is forgotten is known to be."""
+    recent = RecentBatches(0.0, max_batches=2)
+    for second in (1.0, 2.0, 3.0):
+        recent.lose(second, [BlockKey(int(second))])
+
+    assert [recent.has_lost_since(0.0, BlockKey(each)) for each in (1, 2, 3)] == [False, True, True]
+    assert (recent.remembers_losses(0.5), recent.remembers_losses(1.0)) == (False, True)
