@@ -263,8 +263,7 @@ class RankKeeper:
         while True:
             await self._next_beat(pause_s)
             pause_s = journal.heartbeat_s
-            if not self.is_behind:
-                await self._renew(journal)
+            await self._renew(journal)
             if self.is_behind:
                 await self._repair(journal)
 
@@ -303,6 +302,8 @@ class RankKeeper:
 
     async def _renew(self, journal: RankJournal) -> None:
         async with self._turn:
+            if self.is_behind:  # found by a write that had the turn before: once is enough
+                return
             try:
                 await journal.renew(self._rank)
                 self.problem = None

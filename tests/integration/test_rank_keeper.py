@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -41,9 +42,9 @@ def removed(number: int) -> BlockRemoved:
 class Kept:
     """A rank, its keeper and its Redis. The keeper writes by itself only inside `running`."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, **settings: object) -> None:
         self.server = server
-        self.index = RedisIndex(RedisConnection(server.settings()))
+        self.index = RedisIndex(RedisConnection(server.settings(**settings)))
         self.faults: Counter[str] = Counter()
         self.keeper = RankKeeper(
             index=self.index,
@@ -85,14 +86,24 @@ class Kept:
 
 
 @pytest.fixture
-async def kept(own_redis: Any) -> AsyncIterator[Kept]:
-    """In its first epoch, with nothing stored."""
+async def keeping(own_redis: Any) -> AsyncIterator[Callable[..., Awaitable[Kept]]]:
+    """Begin a rank's first epoch, with nothing stored, over a Redis with these settings."""
     server = own_redis()
     server.start()
-    kept = Kept(server)
-    await kept.keeper.open(kept.blocks)
-    yield kept
-    await kept.index.aclose()
+    async with AsyncExitStack() as stack:
+
+        async def begin(**settings: object) -> Kept:
+            kept = Kept(server, **settings)
+            stack.push_async_callback(kept.index.aclose)
+            await kept.keeper.open(kept.blocks)
+            return kept
+
+        yield begin
+
+
+@pytest.fixture
+async def kept(keeping: Callable[..., Awaitable[Kept]]) -> Kept:
+    return await keeping()
 
 
 async def test_batches_that_wait_are_written_as_one(kept: Kept) -> None:
@@ -233,6 +244,28 @@ async def test_index_that_gives_what_was_never_written_is_written_anew(kept: Kep
         running.cancel()
 
     assert (promised, await kept.held(), kept.faults["differs"]) == (2, 1, 1)
+
+
+async def test_loss_that_a_write_has_found_is_counted_once(
+    keeping: Callable[..., Awaitable[Kept]],
+) -> None:
+    """The heartbeat that waited for that write finds the rank behind, and leaves it to repair."""
+    heartbeat_s = 0.05
+    kept = await keeping(heartbeat_s=heartbeat_s)
+    await kept.apply(stored(1))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(kept.keeper.run())
+        await kept.is_written()
+        kept.server.command("FLUSHALL")
+        kept.server.pause()
+        writing = group.create_task(kept.keeper.set_trust(Trust.DEGRADED))
+        await asyncio.wait((writing,), timeout=4 * heartbeat_s)
+        kept.server.resume()
+        await writing
+        await kept.is_level()
+        running.cancel()
+
+    assert kept.faults == {"lost": 1}
 
 
 async def test_keys_that_went_missing_are_written_anew(kept: Kept) -> None:
