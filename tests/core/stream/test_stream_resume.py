@@ -1,10 +1,11 @@
 """A stream that goes on where another process left off."""
 
+from collections.abc import Callable
+
 import pytest
 
 from indexer.core.epochs import Epochs
 from indexer.core.known_batches import payload_digest
-from indexer.core.replay import StreamLimits
 from indexer.core.stream import RankStream
 from indexer.core.stream_effects import (
     ApplyBatch,
@@ -16,24 +17,23 @@ from indexer.core.stream_effects import (
 )
 from indexer.core.types import Trust
 
-
-def batch(seq: int, life: int = 0) -> bytes:
-    return b"%d:%d" % (life * 1000 + seq, life)
-
-
-def ts_of(payload: bytes) -> float | None:
-    head, colon, _ = payload.partition(b":")
-    return float(head) if colon else None
+Streams = Callable[..., RankStream]
+Payload = Callable[..., bytes]
 
 
-def resumed_at(last: int, trust: Trust = Trust.EXACT, *, can_replay: bool = True) -> RankStream:
+@pytest.fixture
+def resumed_at(make_stream: Streams, batch: Payload) -> Streams:
     """A stream that another process had brought to `last`."""
-    stream = RankStream(can_replay=can_replay, ts_of=ts_of, limits=StreamLimits())
-    stream.resume(last, payload_digest(batch(last)), trust)
-    return stream
+
+    def resume(last: int, trust: Trust = Trust.EXACT, *, can_replay: bool = True) -> RankStream:
+        stream = make_stream(can_replay=can_replay)
+        stream.resume(last, payload_digest(batch(last)), trust)
+        return stream
+
+    return resume
 
 
-def test_last_batch_is_asked_for_and_proves_the_rest() -> None:
+def test_last_batch_is_asked_for_and_proves_the_rest(resumed_at: Streams, batch: Payload) -> None:
     """Nothing is applied twice; what came meanwhile is."""
     stream = resumed_at(4)
     assert stream.on_connected() == [RequestReplay(4, 1)]
@@ -45,7 +45,7 @@ def test_last_batch_is_asked_for_and_proves_the_rest() -> None:
     assert stream.trust.level is Trust.EXACT
 
 
-def test_live_batches_wait_for_the_proof() -> None:
+def test_live_batches_wait_for_the_proof(resumed_at: Streams, batch: Payload) -> None:
     """The engine may have been another process all along."""
     stream = resumed_at(4)
 
@@ -54,7 +54,9 @@ def test_live_batches_wait_for_the_proof() -> None:
     assert stream.on_replayed(1, 4, batch(4)) == [ApplyBatch(5, batch(5), replayed=True)]
 
 
-def test_another_payload_under_the_last_number_begins_a_new_life() -> None:
+def test_another_payload_under_the_last_number_begins_a_new_life(
+    resumed_at: Streams, batch: Payload
+) -> None:
     """Its beginning is asked for."""
     stream = resumed_at(4)
     stream.on_connected()
@@ -66,7 +68,7 @@ def test_another_payload_under_the_last_number_begins_a_new_life() -> None:
     ]
 
 
-def test_ring_that_has_rolled_over_proves_nothing() -> None:
+def test_ring_that_has_rolled_over_proves_nothing(resumed_at: Streams, batch: Payload) -> None:
     """What nothing vouches for goes."""
     stream = resumed_at(4)
     stream.on_connected()
@@ -76,7 +78,7 @@ def test_ring_that_has_rolled_over_proves_nothing() -> None:
     assert TrustChanged(Trust.DEGRADED, "joined_late") in effects
 
 
-def test_without_replay_the_rank_is_degraded() -> None:
+def test_without_replay_the_rank_is_degraded(resumed_at: Streams, batch: Payload) -> None:
     """It keeps its blocks, and says that nothing vouches for them."""
     stream = resumed_at(4, can_replay=False)
 
@@ -84,7 +86,7 @@ def test_without_replay_the_rank_is_degraded() -> None:
     assert stream.on_live(5, batch(5)) == [ApplyBatch(5, batch(5))]
 
 
-def test_what_lowered_trust_before_still_stands() -> None:
+def test_what_lowered_trust_before_still_stands(resumed_at: Streams, batch: Payload) -> None:
     """And the way back is the same: the whole life, told again."""
     stream = resumed_at(4, Trust.DEGRADED)
     stream.on_connected()
