@@ -3,12 +3,7 @@
 from collections.abc import Callable
 
 from indexer.core.stream import RankStream
-from indexer.core.stream_effects import (
-    ApplyBatch,
-    ReplayEnded,
-    RequestReplay,
-    TrustChanged,
-)
+from indexer.core.stream_effects import ApplyBatch, ReplayEnded, RequestReplay, TrustChanged
 from indexer.core.types import Trust
 
 Streams = Callable[..., RankStream]

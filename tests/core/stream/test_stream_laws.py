@@ -5,13 +5,7 @@ from hypothesis import strategies as st
 
 from indexer.core.replay import StreamLimits
 from indexer.core.stream import RankStream
-from indexer.core.stream_effects import (
-    ApplyBatch,
-    BatchOutcome,
-    Effect,
-    OpenEpoch,
-    RequestReplay,
-)
+from indexer.core.stream_effects import ApplyBatch, BatchOutcome, Effect, OpenEpoch, RequestReplay
 from indexer.core.types import Trust
 
 
