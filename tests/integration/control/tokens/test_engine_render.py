@@ -16,6 +16,8 @@ from balancer.tokens.reader import PromptReader
 from indexer.core.hashing import MediumPlace
 from indexer.core.index import Prompt
 
+SameTokens = Callable[[Prompt, list[int]], bool]
+
 MakeRequest = Callable[..., GenerateRequest]
 MakeReader = Callable[..., PromptReader]
 FleetOf = Callable[..., Any]
@@ -28,13 +30,12 @@ def rendered(*token_ids: int, **fields: Any) -> tuple[int, bytes]:
     return 200, json.dumps({"token_ids": token_ids, "sampling_params": {}, **fields}).encode()
 
 
-def same_tokens(prompt: Prompt, ids: list[int]) -> bool:
-    other = Prompt(prompt.namespace, ids)
-    return prompt.tokens == other.tokens and list(prompt.keys(1)) == list(other.keys(1))
-
-
 async def test_engine_that_renders_is_asked_to(
-    engine: Any, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
+    engine: Any,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    same_tokens: SameTokens,
 ) -> None:
     """With the client's own body, so that every field counts that shapes the prompt."""
     engine.answers[CHAT] = rendered(4, 5)
@@ -135,7 +136,11 @@ async def test_text_that_would_be_cut_is_rendered(
 
 
 async def test_prompt_that_render_refuses_goes_to_tokenize(
-    engine: Any, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
+    engine: Any,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    same_tokens: SameTokens,
 ) -> None:
     """Some fields are refused there that have nothing to do with the prompt."""
     engine.answers[CHAT] = (400, b"{}")

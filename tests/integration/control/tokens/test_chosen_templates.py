@@ -1,0 +1,251 @@
+"""Chat templates: where they are found, which is chosen, and what happens to bad ones."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balancer.core.prompt.chat_template import ChatTemplate
+from balancer.core.prompt.shape import ChatShape
+from balancer.core.prompt.template_inputs import TemplateManner
+from balancer.core.request import GenerateRequest
+from balancer.core.settings.control import EngineFlags
+from balancer.tokens.directory import load_tokenizer
+from balancer.tokens.reader import PromptReader
+from balancer.tokens.templates import ReadyTemplate, Templates
+from indexer.core.index import Prompt
+
+SameTokens = Callable[[Prompt, list[int]], bool]
+TokensOf = Callable[[str, str], Sequence[int]]
+CopyTokenizer = Callable[[Path], None]
+Put = Callable[[Path, str, object], None]
+
+MakeRequest = Callable[..., GenerateRequest]
+MakeReader = Callable[..., PromptReader]
+FleetOf = Callable[..., Any]
+
+HI = [{"role": "user", "content": "hi"}]
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+async def test_template_that_loops_is_stopped_and_left_alone(
+    tmp_path: Path,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    copy_tokenizer: CopyTokenizer,
+    put: Put,
+) -> None:
+    """It costs a few renderings, never a thread; texts are read as ever."""
+    copy_tokenizer(tmp_path)
+    put(tmp_path, "chat_template.jinja", LOOPS)
+    reader = make_reader(models={"tiny": str(tmp_path)}, workers=1, deadline_s=50.0)
+
+    views = [await reader.read(fleet_of(), make_request({"messages": HI})) for _ in range(4)]
+    text = await reader.read(fleet_of(), make_request({"prompt": "hi"}))
+
+    assert {view.unscorable for view in views} == {"template_endless"}
+    assert text.source == "local"
+
+
+async def test_template_that_fails_refuses(
+    tmp_path: Path,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    copy_tokenizer: CopyTokenizer,
+    put: Put,
+) -> None:
+    """Whatever it stumbles over; the engine's own will, too."""
+    copy_tokenizer(tmp_path)
+    put(tmp_path, "chat_template.jinja", "{{ messages[0].nothing.at_all }}")
+    reader = make_reader(models={"tiny": str(tmp_path)}, engine_fallback=False)
+
+    view = await reader.read(fleet_of(), make_request({"messages": HI}))
+
+    assert view.unscorable == "refused"
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+async def test_templates_of_clients_are_rendered_where_they_are_trusted(
+    is_trusted: bool,
+    engine: Any,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    tokenizer_directory: str,
+    same_tokens: SameTokens,
+    tokens_of: TokensOf,
+) -> None:
+    """As the engine does with its flag; else it is asked."""
+    flags = {"tiny": EngineFlags(trust_request_chat_template=is_trusted)}
+    reader = make_reader(models={"tiny": tokenizer_directory}, engine_flags=flags)
+    own = [f"{{{{ messages[0].content }}}} {number}" for number in range(40)]
+    bodies = [{"messages": HI, "chat_template": template} for template in (*own, own[0], "{% x")]
+
+    views = [await reader.read(fleet_of(engine), make_request(body)) for body in bodies]
+    plain = await reader.read(fleet_of(engine), make_request({"prompt": "hi 3"}))
+
+    if is_trusted:
+        assert same_tokens(views[3].prompts[0], list(tokens_of(tokenizer_directory, "hi 3")))
+        assert [views[-2].source, plain.source] == ["cache", "cache"]
+        assert views[-1].unscorable == "refused"
+    else:
+        assert {view.source for view in views[: len(own)]} == {"engine"}
+
+
+TEMPLATES = [
+    {"name": "default", "template": "plain"},
+    {"name": "tool_use", "template": "with tools {{ eos_token }}"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "expected"),
+    [
+        pytest.param(
+            {"tokenizer_config.json": {"chat_template": "from config"}},
+            {},
+            "from config",
+            id="config",
+        ),
+        pytest.param(
+            {"chat_template.json": {"chat_template": "from json"}}, {}, "from json", id="json"
+        ),
+        pytest.param(
+            {"tokenizer_config.json": {"chat_template": TEMPLATES}}, {}, "plain", id="named-default"
+        ),
+        pytest.param(
+            {
+                "tokenizer_config.json": {
+                    "chat_template": TEMPLATES,
+                    "eos_token": {"content": "<end>"},
+                    "additional_special_tokens": ["<a>"],
+                }
+            },
+            {"tools": TOOLS},
+            "with tools <end>",
+            id="named-tool-use",
+        ),
+        pytest.param({"tokenizer_config.json": {}}, {}, None, id="none"),
+        pytest.param({"config.json": {"model_type": "gpt_oss"}}, {}, None, id="own-renderer"),
+    ],
+)
+async def test_template_is_found_where_models_ship_it(
+    files: dict[str, Any],
+    fields: dict[str, Any],
+    expected: str | None,
+    tmp_path: Path,
+    make_reader: MakeReader,
+    make_request: MakeRequest,
+    fleet_of: FleetOf,
+    copy_tokenizer: CopyTokenizer,
+    put: Put,
+) -> None:
+    """Without a template, or with a model that has none, chats are the engine's business."""
+    copy_tokenizer(tmp_path)
+    if "config.json" not in files:
+        (tmp_path / "chat_template.jinja").unlink()
+    for name, value in files.items():
+        put(tmp_path, name, value)
+    reader = make_reader(models={"tiny": str(tmp_path)}, engine_fallback=False)
+
+    chat = await reader.read(fleet_of(), make_request({"messages": HI, **fields}))
+    if expected is None:
+        assert chat.unscorable == "no_tokenizer"
+        return
+    text = await reader.read(fleet_of(), make_request({"prompt": expected}))
+
+    assert list(chat.prompts[0].keys(1)) == list(text.prompts[0].keys(1))
+
+
+ASKED = ChatShape(messages=HI)
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "expected"),
+    [
+        pytest.param(
+            {"additional_chat_templates/tool_use.jinja": "tools", "chat_template.jinja": "plain"},
+            EngineFlags(),
+            ["plain", "tools"],
+            id="more-templates",
+        ),
+        pytest.param(
+            {"chat_template.json": {"chat_template": "processor"}, "chat_template.jinja": "own"},
+            EngineFlags(),
+            ["processor", "own"],
+            id="processor-is-for-chats-without-tools",
+        ),
+        pytest.param(
+            {"mine": "mine"}, EngineFlags(chat_template="mine"), ["mine", "mine"], id="operators"
+        ),
+    ],
+)
+def test_templates_are_chosen_as_engines_do(
+    files: dict[str, Any],
+    flags: EngineFlags,
+    expected: list[str],
+    tmp_path: Path,
+    tokens_of: TokensOf,
+    copy_tokenizer: CopyTokenizer,
+    put: Put,
+) -> None:
+    """By whether there are tools, and by what the operator says."""
+    copy_tokenizer(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, value in files.items():
+        put(tmp_path, name, value)
+    if flags.chat_template is not None:
+        flags = EngineFlags(chat_template=str(tmp_path / flags.chat_template))
+    tokenizer = load_tokenizer(tmp_path, str, flags)
+
+    found = [tokenizer.encode(shape) for shape in (ASKED, ChatShape(messages=HI, tools=TOOLS))]
+
+    assert [list(ids[0]) for ids in found] == [
+        list(tokens_of(str(tmp_path), text)) for text in expected
+    ]
+
+
+def test_named_template_is_found_by_a_client() -> None:
+    """`chat_template: tool_use` names one of the model's own."""
+    named = {
+        name: ChatTemplate(name, special_tokens={}, strftime_now=str)
+        for name in ("default", "tool_use")
+    }
+    templates = Templates(named, manner=TemplateManner(), compile_=lambda _: named["default"])
+    shape = ChatShape(messages=HI, chat_template="tool_use")
+
+    assert templates.find(shape).render(shape) == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("template", "system_first", "effort"),
+    [
+        pytest.param("{{ messages }}", False, "low", id="does-not-care"),
+        pytest.param(
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('first') }}{% endif %}{% endfor %}{{ messages }}{{ enable_thinking }}",
+            True,
+            "none",
+            id="wants-system-first",
+        ),
+    ],
+)
+def test_templates_are_tried_for_what_messages_need(
+    template: str, system_first: bool, effort: str
+) -> None:
+    """As engines do: by rendering a few words."""
+    compiled = ChatTemplate(template, special_tokens={}, strftime_now=str)
+    ready = ReadyTemplate(compiled, TemplateManner())
+    system = {"role": "system", "content": "b"}
+    inside = ChatShape(messages=[*HI, system], merges_system=True)
+    off = ChatShape(messages=HI, thinking_is_off=True)
+    low = ChatShape(messages=HI, reasoning_effort=effort)
+    moved = ChatShape(messages=[system, *HI])
+
+    assert ready.render(off) == ready.render(low)
+    assert (ready.render(inside) == ready.render(moved)) == system_first
