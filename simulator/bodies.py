@@ -1,13 +1,18 @@
 """Reads and checks request bodies as vLLM does: which are refused, with which status and words.
 
 Unknown fields are accepted. What pydantic refuses on its own (types, required fields) is a
-"Bad Request"; what the engine refuses after reading the body is a "BadRequestError".
+"Bad Request"; what the engine refuses after reading the body is a "BadRequestError". As pydantic
+reads without being strict, "5", 5.0 and true are numbers.
 """
 
 import json
+from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
 from simulator.core.errors import InvalidBodyError, RequestRefusedError
 
@@ -23,7 +28,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
+    min_tokens: int = 0
     n: int | None = None
     best_of: int | None = None
     stream: bool | None = None
@@ -76,6 +81,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
     logprobs: int | None = None
     max_tokens: int | None = 16
+    n: int = 1
 
     @property
     def output_limit_tokens(self) -> int | None:
@@ -127,21 +133,44 @@ def decode_body(raw: bytes, content_type: str, kind: type[Body]) -> Body:
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidBodyError("Unsupported Media Type: Only 'application/json' is allowed")
     try:
-        return msgspec.json.decode(raw, type=kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidBodyError(str(error), param=_field_of(str(error))) from error
+        return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _decode_leniently(raw, kind)
 
 
 def _decode_leniently(raw: bytes, kind: type[Body]) -> Body:
-    """Read what Python's own parser takes beside: byte order marks, lone surrogates, NaN."""
+    """Read what engines take beside: byte order marks, lone surrogates, NaN, "5" for 5."""
     try:
-        return msgspec.convert(json.loads(raw), kind, strict=False)
+        return msgspec.convert(_coerced(json.loads(raw), kind), kind)
     except msgspec.ValidationError as error:
         raise InvalidBodyError(str(error), param=_field_of(str(error))) from error
     except (ValueError, RecursionError) as error:
         raise InvalidBodyError(f"JSON decode error: {error}") from error
+
+
+def _coerced(body: Any, kind: type[msgspec.Struct]) -> Any:
+    """Return `body` with its fields as pydantic makes them of what came, as vLLM has it do."""
+    if not isinstance(body, dict):
+        return body
+    read = dict(body)
+    for name, adapter in _adapters(kind).items():
+        if name not in read:
+            continue
+        try:
+            read[name] = adapter.validate_python(read[name])
+        except ValidationError as error:
+            raise InvalidBodyError(f"{name}: {error.errors()[0]['msg']}", param=name) from error
+    return read
+
+
+@cache
+def _adapters(kind: type[msgspec.Struct]) -> dict[str, TypeAdapter[Any]]:
+    """One per field, but for those that hold structs of their own."""
+    found: dict[str, TypeAdapter[Any]] = {}
+    for each in msgspec.structs.fields(kind):
+        with suppress(PydanticSchemaGenerationError):
+            found[each.name] = TypeAdapter(each.type)
+    return found
 
 
 def check_generation(body: GenerationBody) -> None:
@@ -188,7 +217,7 @@ def check_limits(body: GenerationBody, prompt_tokens: int, context_tokens: int) 
             param="input_tokens",
         )
     most = context_tokens - prompt_tokens if wanted is None else wanted
-    if (body.min_tokens or 0) > most:
+    if body.min_tokens > most:
         raise RequestRefusedError(
             f"min_tokens must be less than or equal to max_tokens={most}, got {body.min_tokens}.",
             param="min_tokens",

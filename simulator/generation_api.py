@@ -213,7 +213,7 @@ def _create_request(
         prompt_token_ids=choice.prompt.token_ids,
         sampler=seed_answer(choice.prompt.token_ids, choice.index % (body.n or 1)),
         max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
+        min_tokens=body.min_tokens,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         lora_name=adapter[0],
@@ -305,7 +305,7 @@ class Generation:
             # Tokens that were on their way when a stop string ended the choice.
             if choice is not None:
                 break
-        choice.accept(output, min_tokens=self._body.min_tokens or 0)
+        choice.accept(output, min_tokens=self._body.min_tokens)
         if choice.finish_reason is not None:
             del self._open[choice.request_id]
             if output.finish_reason is None:

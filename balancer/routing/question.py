@@ -7,7 +7,7 @@ import msgspec
 from balancer.connectors.contract import Connector, HandOver
 from balancer.core.fleet.snapshot import Role
 from balancer.core.load.ledger import Learning, LegWork
-from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.candidates import (
     Pool,
     PromptMatches,
@@ -50,9 +50,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             prompt_tokens=self.shape.prompt_tokens,
             scored=bool(self.prompt.prompts),
             splittable=is_splittable(
-                self.request.body,
-                len(self.prompt.prompts),
-                is_chat=self.request.endpoint is Endpoint.CHAT,
+                self.request.body, len(self.prompt.prompts), self.request.endpoint
             ),
             block_size=max(block_sizes),
             prefill_failed=prefill_failed,

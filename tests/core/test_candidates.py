@@ -366,8 +366,8 @@ def test_an_unscorable_length_is_guessed_from_the_body(raw_body: bytes, tokens: 
     [
         ({"max_tokens": 5}, Endpoint.CHAT, 5),
         ({"max_tokens": 5, "max_completion_tokens": 9}, Endpoint.CHAT, 9),
-        ({"max_tokens": "5"}, Endpoint.CHAT, float("inf")),
-        ({"max_tokens": 0}, Endpoint.COMPLETIONS, 16),
+        ({"max_tokens": "5"}, Endpoint.CHAT, 5),
+        ({"max_tokens": 0}, Endpoint.COMPLETIONS, 1),
         ({}, Endpoint.COMPLETIONS, 16),
     ],
 )

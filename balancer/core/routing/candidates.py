@@ -27,8 +27,9 @@ from balancer.core.fleet.model_lookup import unknown_model
 from balancer.core.fleet.roster import Hold
 from balancer.core.fleet.snapshot import NO_CONNECTOR, Fleet, Instance, Role
 from balancer.core.load.ledger import LoadLedger, RankLoad
-from balancer.core.request import Endpoint, GenerateRequest, PromptView
+from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.cost import LoadedCandidate, RequestShape
+from balancer.core.routing.output_limits import output_limit
 from balancer.core.routing.plan import Candidate
 from balancer.core.routing.sessions import named_session, opening
 from balancer.core.routing.terms import MemoryUse
@@ -38,10 +39,10 @@ from indexer.core.types import BlockKey, RankId, Tier, Trust
 USUAL_BLOCK_SIZE = 16
 """Until some rank's events name another."""
 BYTES_PER_TOKEN = 4
+REFUSED_TOKENS = 1
+"""Of an answer with a limit that engines refuse."""
 MAX_GUESSED_TOKENS = 8192
 """A body of images or audio says little about its tokens."""
-COMPLETIONS_MAX_TOKENS = 16
-"""vLLM's default on /v1/completions."""
 
 
 class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -230,12 +231,13 @@ def request_shape(
     request: GenerateRequest, prompt: PromptView, matches: PromptMatches, session_header: str
 ) -> RequestShape:
     """What weighing needs to know of the request."""
+    most = output_limit(request.body, request.endpoint)
     tokens = prompt.prompt_tokens
     if tokens is None:
         tokens = guess_tokens(request)
     return RequestShape(
         prompt_tokens=tokens,
-        max_output_tokens=_max_output_tokens(request),
+        max_output_tokens=REFUSED_TOKENS if most is None else most,
         session=(
             named_session(request, session_header.lower().encode())
             or first_block(matches)
@@ -253,15 +255,6 @@ def guess_tokens(request: GenerateRequest) -> int:
     if isinstance(ids, list) and ids and isinstance(ids[0], int):
         return len(ids)
     return min(len(request.raw_body) // BYTES_PER_TOKEN, MAX_GUESSED_TOKENS)
-
-
-def _max_output_tokens(request: GenerateRequest) -> float:
-    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        limit = request.body.get(name)
-        if isinstance(limit, int) and limit >= 1:
-            return limit
-    is_bounded = request.endpoint is Endpoint.COMPLETIONS
-    return COMPLETIONS_MAX_TOKENS if is_bounded else float("inf")
 
 
 def first_block(matches: PromptMatches) -> str | None:

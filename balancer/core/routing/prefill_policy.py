@@ -19,7 +19,6 @@ Rules, the first that applies decides:
    all down that has to be allowed (`allow_local_on_failure`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,8 @@ import msgspec
 
 from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.load.ledger import Learning
+from balancer.core.request import Endpoint
+from balancer.core.routing.output_limits import refuses_limits, whole_number
 from balancer.core.routing.plan import Reason
 from balancer.core.settings.routing import PdSettings
 from indexer.core.types import InstanceId
@@ -71,7 +72,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What has been seen of both ways' rates, if they would decide and it is too little."""
 
 
-_WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]{1,18}(\.0*)?\s*", re.ASCII)
 _AGGREGATED = Verdict(reason=Reason.AGGREGATED)
 
 
@@ -155,23 +155,20 @@ def _remote_reason(facts: SplitFacts, settings: PdSettings) -> Reason:
     return Reason.REMOTE_PREFILL if facts.scored else Reason.UNSCORABLE
 
 
-def is_splittable(body: Mapping[str, Any], prompts: int, *, is_chat: bool = True) -> bool:
+def is_splittable(body: Mapping[str, Any], prompts: int, endpoint: Endpoint) -> bool:
     """Whether two legs can serve this request, and an engine would take it at all.
 
-    `prompts` is how many prompts were found; 0 if they are unknown. Only where it `is_chat` do engines
-    know `max_completion_tokens`.
+    `prompts` is how many prompts were found; 0 if they are unknown.
     """
     if prompts > 1 or (not prompts and _names_several_prompts(body.get("prompt"))):
         return False  # only the first prompt's transfer parameters come back
     if _wants_several_answers(body):
         return False  # later ones would read what the prefill leg's one child left (NIXL)
-    if body.get("prompt_logprobs") is not None:
+    if _wants_logprobs_of_prompt(body, endpoint):
         return False  # the decode engine would compute the whole prompt again
-    if body.get("echo") and body.get("logprobs") is not None:
-        return False  # asks for logprobs of the prompt under another name
     if body.get("prompt_embeds") is not None:
         return False
-    return not _is_refused(body, is_chat=is_chat)
+    return not _is_refused(body, endpoint)
 
 
 def _names_several_prompts(prompt: object) -> bool:
@@ -185,29 +182,20 @@ def _wants_several_answers(body: Mapping[str, Any]) -> bool:
     if body.get("use_beam_search"):
         return True
     counts = (body.get("n"), body.get("best_of"))
-    return any(count is not None and _whole_number(count) != 1 for count in counts)
+    return any(count is not None and whole_number(count) != 1 for count in counts)
 
 
-def _is_refused(body: Mapping[str, Any], *, is_chat: bool) -> bool:
-    """Limits an engine answers with 4xx: it must see them unchanged, and do no work before."""
-    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
-    limits = [_whole_number(body[name]) for name in names if body.get(name) is not None]
-    if any(limit is None or limit < 1 for limit in limits):
+def _wants_logprobs_of_prompt(body: Mapping[str, Any], endpoint: Endpoint) -> bool:
+    """By their name, or by `echo`: of a completion with `logprobs`, of a chat in any case."""
+    if body.get("prompt_logprobs") is not None:
         return True
+    is_chat = endpoint is Endpoint.CHAT
+    return bool(body.get("echo")) and (is_chat or body.get("logprobs") is not None)
+
+
+def _is_refused(body: Mapping[str, Any], endpoint: Endpoint) -> bool:
+    """An engine answers it with 4xx: it must see it unchanged, and do no work before."""
     if body.get("stream_options") and body.get("stream") is not True:
         return True
-    if body.get("min_tokens") is None:
-        return False
-    least = _whole_number(body["min_tokens"])
-    return least is None or least < 0 or any(least > limit for limit in limits[:1] if limit)
-
-
-def _whole_number(value: object) -> int | None:
-    """What engines read as one: 5, 5.0 and "5" alike. None: they refuse it."""
-    if type(value) is int:
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
-        return int(value.partition(".")[0])
-    return None
+    is_null = body.get("n", 1) is None and endpoint is Endpoint.COMPLETIONS  # a chat may say so
+    return is_null or refuses_limits(body, endpoint)

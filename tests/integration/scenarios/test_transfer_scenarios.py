@@ -121,6 +121,30 @@ async def test_f32_a_limit_of_none_is_refused_by_the_engine_before_any_work(pair
     assert prefills == []
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_tokens": "5"},
+        {"max_tokens": 5.0},
+        {"max_tokens": True},
+        {"max_tokens": 5, "max_completion_tokens": 0},
+    ],
+    ids=repr,
+)
+async def test_f32_a_limit_that_engines_take_is_split_as_it_is(
+    pair_up: Pair, limits: dict[str, Any]
+) -> None:
+    """Numbers by another type, and a field that completions don't have."""
+    async with pair_up() as stage:
+        answer = await stage.ask({"prompt": PROMPT, **limits})
+        expected = await stage.ask_alone({"prompt": PROMPT, **limits})
+        (prefill,), (decode,) = stage.legs()
+
+    assert text_of(answer) == text_of(expected) != ""
+    assert prefill["max_tokens"] == 1
+    assert {name: decode[name] for name in limits} == limits
+
+
 async def test_f33_a_stream_is_of_the_decode_leg_only(pair_up: Pair) -> None:
     """Engines refuse `stream_options` without a stream; the client's is whole, with its usage."""
     streamed = {"stream": True, "stream_options": {"include_usage": True}}

@@ -104,6 +104,37 @@ async def test_bad_chat_is_refused(api: Any, body: Any, words: str) -> None:
     assert words in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("limits", "tokens"),
+    [
+        pytest.param({"max_tokens": "3"}, 3, id="text"),
+        pytest.param({"max_tokens": 3.0}, 3, id="float"),
+        pytest.param({"max_tokens": True}, 1, id="boolean"),
+        pytest.param({"max_tokens": 3, "max_completion_tokens": 0}, 3, id="no-such-field"),
+    ],
+)
+async def test_numbers_are_read_as_vllm_reads_them(
+    api: Any, limits: dict[str, Any], tokens: int
+) -> None:
+    """Its models aren't strict, and pass over fields that they don't have."""
+    answer = await api.complete(ignore_eos="yes", temperature="0", **limits)
+
+    assert answer["usage"]["completion_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"min_tokens": None}, {"n": None}, {"max_tokens": "null"}, {"max_tokens": 2.5}],
+    ids=repr,
+)
+async def test_other_values_are_no_numbers(api: Any, limits: dict[str, Any]) -> None:
+    """Refused by the field's name."""
+    response = await api.post("/v1/completions", {"prompt": "a", **limits})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in limits
+
+
 async def test_tokenize_needs_something_to_tokenize(api: Any) -> None:
     """Neither prompt nor messages is a bad request."""
     assert (await api.post("/tokenize", {})).status_code == 400
