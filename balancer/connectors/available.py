@@ -65,22 +65,37 @@ def connector_fault(instance: Instance) -> str | None:
     return f"transfer.children`: {conflicts[0]}" if conflicts else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairConflict:
+    """An instance of a prefill/decode fleet that can't hand over, or be handed over to."""
+
+    instance: str
+    sentence: str
+
+
 def connector_conflicts(instances: Iterable[Instance]) -> list[str]:
     """One sentence for each instance that can't hand over to those of its model that it works for.
 
     Where models aren't known yet, only a prefill instance that fits nobody is a conflict.
     """
     fleet = list(instances)
+    told = [each.sentence for each in pair_conflicts(fleet)]
+    return told + [each.sentence for each in encoder_conflicts(fleet)]
+
+
+def pair_conflicts(fleet: Sequence[Instance]) -> list[PairConflict]:
+    """Instances of a model that no other has the connector of, and pairs that use one differently.
+
+    Pairs with a connector each may stand side by side: each is whole.
+    """
     known = connectors()
-    decode = [each for each in fleet if each.role is Role.DECODE]
-    conflicts: list[str] = []
-    for source in fleet:
-        if source.role is not Role.PREFILL:
-            continue
-        conflicts.extend(_sentence(source, each) for each in _strangers(source, decode))
+    sources = [each for each in fleet if each.role is Role.PREFILL]
+    targets = [each for each in fleet if each.role is Role.DECODE]
+    conflicts = _unpaired(sources, targets)
+    for source in sources:
         if source.connector in known:
-            conflicts.extend(_mismatches(source, decode, known[source.connector]))
-    return conflicts + [each.sentence for each in encoder_conflicts(fleet)]
+            conflicts += _mismatches(source, targets, known[source.connector])
+    return conflicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +145,33 @@ def _consumers(fleet: Sequence[Instance]) -> list[Instance]:
     return [each for each in fleet if each.role in {Role.PREFILL, Role.MIXED}]
 
 
-def _strangers(source: Instance, decode: Sequence[Instance]) -> list[Instance]:
-    same_model = [each for each in decode if _same_model(source, each)]
-    unknown = [each for each in decode if source.models is None or each.models is None]
-    if not same_model and any(each.connector == source.connector for each in unknown):
-        return []
-    return [each for each in same_model or unknown if each.connector != source.connector]
+def _unpaired(sources: Sequence[Instance], targets: Sequence[Instance]) -> list[PairConflict]:
+    """Whoever has nobody on the other side, once each."""
+    conflicts: list[PairConflict] = []
+    named: set[str] = set()
+    for source in sources:
+        stranger = _stranger(source, targets)
+        if stranger is not None:
+            named.add(stranger.alias)
+            conflicts.append(_differ(source.alias, source, stranger))
+    for target in targets:
+        others = [each for each in sources if _same_model(each, target)]
+        is_paired = not others or any(each.connector == target.connector for each in others)
+        if not is_paired and target.alias not in named:
+            conflicts.append(_differ(target.alias, others[0], target))
+    return conflicts
+
+
+def _stranger(source: Instance, targets: Sequence[Instance]) -> Instance | None:
+    """A decode instance to name to a prefill instance that fits none; None: it fits one."""
+    same_model = [each for each in targets if _same_model(source, each)]
+    unknown = [each for each in targets if source.models is None or each.models is None]
+    fits_unknown = any(each.connector == source.connector for each in unknown)
+    if any(each.connector == source.connector for each in same_model):
+        return None
+    if not same_model and fits_unknown:
+        return None
+    return next(iter(same_model or unknown), None)
 
 
 def _same_model(left: Instance, right: Instance) -> bool:
@@ -144,24 +180,30 @@ def _same_model(left: Instance, right: Instance) -> bool:
     return left.models.base == right.models.base
 
 
-def _sentence(source: Instance, target: Instance) -> str:
-    return (
-        f"prefill instance {source.alias} uses connector {source.connector!r}, decode instance "
-        f"{target.alias} uses {target.connector!r}: give both the same connector"
+def _differ(instance: str, source: Instance, target: Instance) -> PairConflict:
+    return PairConflict(
+        instance=instance,
+        sentence=(
+            f"prefill instance {source.alias} uses connector {source.connector!r}, decode instance "
+            f"{target.alias} uses {target.connector!r}: give both the same connector"
+        ),
     )
 
 
-def _mismatches(source: Instance, decode: Sequence[Instance], connector: Connector) -> list[str]:
+def _mismatches(
+    source: Instance, decode: Sequence[Instance], connector: Connector
+) -> list[PairConflict]:
     """The same connector, but not the same use of it."""
-    sentences = []
+    conflicts = []
     for target in decode:
         are_known = source.models is not None and target.models is not None
         if target.connector != source.connector or (are_known and not _same_model(source, target)):
             continue
         told = connector.mismatch(source, target)
         if told is not None:
-            sentences.append(
+            sentence = (
                 f"prefill instance {source.alias} and decode instance {target.alias} both use "
                 f"connector {source.connector!r}, but {told}"
             )
-    return sentences
+            conflicts.append(PairConflict(instance=source.alias, sentence=sentence))
+    return conflicts

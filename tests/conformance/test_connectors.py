@@ -426,6 +426,15 @@ def test_a_pair_with_different_connectors_is_a_conflict() -> None:
             id="models-unknown-but-one-fits",
         ),
         pytest.param(
+            [
+                ("p0", Role.PREFILL, "nixl", "m"),
+                ("d0", Role.DECODE, "nixl", "m"),
+                ("p1", Role.PREFILL, "mooncake", "m"),
+                ("d1", Role.DECODE, "mooncake", "m"),
+            ],
+            id="two-whole-pairs",
+        ),
+        pytest.param(
             [("p0", Role.PREFILL, "nixl", "m"), ("e0", Role.MIXED, "none", "m")], id="mixed"
         ),
     ],
@@ -445,3 +454,32 @@ def test_a_prefill_instance_that_fits_nobody_is_a_conflict_before_models_are_kno
     )
 
     assert len(conflicts) == 1
+
+
+@pytest.mark.parametrize(
+    ("connectors_of", "pairs"),
+    [
+        pytest.param(
+            {"p0": "nixl", "p1": "mooncake", "d0": "nixl"}, [("p1", "d0")], id="no-decode"
+        ),
+        pytest.param({"p0": "nixl", "d0": "nixl", "d1": "none"}, [("p0", "d1")], id="no-prefill"),
+        pytest.param(
+            {"p0": "nixl", "p1": "nixl", "d0": "none", "d1": "none"},
+            [("p0", "d0"), ("p1", "d0"), ("p0", "d1")],
+            id="nobody-fits",
+        ),
+    ],
+)
+def test_only_who_has_no_partner_is_a_conflict(
+    connectors_of: dict[str, str], pairs: list[tuple[str, str]]
+) -> None:
+    """Each once, with one that it could be made to fit."""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    told = connector_conflicts(
+        [instance(name, roles[name[0]], connector) for name, connector in connectors_of.items()]
+    )
+
+    assert len(told) == len(pairs)
+    assert [
+        all(name in sentence for name in pair) for sentence, pair in zip(told, pairs, strict=True)
+    ] == [True] * len(pairs)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
 
-from balancer.connectors.available import connector_conflicts, encoder_conflicts
+from balancer.connectors.available import encoder_conflicts, pair_conflicts
 from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.settings.transfer import OffloadingSettings
 from indexer.core.addresses import parse_instance_id
@@ -155,20 +155,16 @@ def _shared_tier(facts: InstanceFacts) -> str | None:
 
 
 def connectors_differ(fleet: FleetFacts) -> Iterator[Finding]:
-    """A prefill instance that can't hand over to its model's decode instances."""
-    instances = _instances(fleet)
-    for source in instances:
-        if source.role is Role.PREFILL:
-            others = [each for each in instances if each.role is Role.DECODE]
-            for sentence in connector_conflicts([source, *others]):
-                yield Finding(
-                    name="connectors_differ",
-                    level=Level.ERROR,
-                    instance=source.alias,
-                    seen=sentence.partition(":")[0],
-                    change="give both the same `connector`, and start both engines with it "
-                    "(--kv-transfer-config)",
-                )
+    """An instance of a prefill/decode fleet that no other fits."""
+    for conflict in pair_conflicts(_instances(fleet)):
+        yield Finding(
+            name="connectors_differ",
+            level=Level.ERROR,
+            instance=conflict.instance,
+            seen=conflict.sentence.partition(":")[0],
+            change="give both the same `connector`, and start both engines with it "
+            "(--kv-transfer-config)",
+        )
 
 
 def encoders_differ(fleet: FleetFacts) -> Iterator[Finding]:
