@@ -225,7 +225,7 @@ class Legs:
         *,
         without_prefill: bool,
     ) -> Route:
-        for exclude in (suspects.ranks, suspects.latest):
+        for exclude in suspects.exclusions():
             try:
                 route = await self._router.route(
                     fleet,

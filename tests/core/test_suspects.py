@@ -105,3 +105,31 @@ def test_the_latest_failure_is_known_by_itself() -> None:
 
     assert seen == [{"d0"}, {"p0"}, set()]
     assert names(suspects.ranks) == {"d0", "p0"}
+
+
+@pytest.mark.parametrize(
+    ("failures", "exclusions"),
+    [
+        pytest.param([(CLOSED, plan("d0"))], [{"d0"}, {"d0"}], id="answer"),
+        pytest.param([(NOT_LOADED, plan("d0", "p0"))], [{"p0"}, {"p0"}, {"d0"}], id="hand-over"),
+        pytest.param(
+            [(NOT_LOADED, plan("d0", "p0")), (CLOSED, plan("d1", "p0"))],
+            [{"p0", "d1"}, {"d1"}, {"d0", "d1"}],
+            id="hand-over-and-answer",
+        ),
+        pytest.param(
+            [(NOT_LOADED, plan("d0", "p0")), (NOT_LOADED, plan("d1", "p0"))],
+            [{"p0"}, {"p0"}, {"d0", "d1"}],
+            id="nobody-can-load",
+        ),
+    ],
+)
+def test_who_was_to_load_is_out_in_place_of_who_handed_over(
+    failures: list[tuple[BalancerError, RoutePlan]], exclusions: list[set[str]]
+) -> None:
+    """Last of all, where there was a hand-over."""
+    suspects = Suspects()
+    for error, failed in failures:
+        suspects.note(error, failed)
+
+    assert [names(each) for each in suspects.exclusions()] == exclusions

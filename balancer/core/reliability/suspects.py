@@ -7,9 +7,13 @@ Rules:
    is another one than it was taken for. The decode engine is out the second time.
 3. A lease that ended, and what is to be done again as it was, are nobody's fault.
 4. Who failed first may be well again when nobody else is left: `latest` is who failed just now.
+5. If nobody is left then either, hand-overs may have failed at those who were to load: `instead` of
+   who handed over they are out.
 
-Cost: one set per failure.
+Cost: two sets per failure.
 """
+
+from collections.abc import Iterator
 
 from balancer.core.errors import BalancerError, EngineError, HandOverFailedError
 from balancer.core.fleet.snapshot import Instance
@@ -23,7 +27,15 @@ class Suspects:
     def __init__(self) -> None:
         self.ranks: frozenset[RankId] = frozenset()
         self.latest: frozenset[RankId] = frozenset()
+        self.instead: frozenset[RankId] = frozenset()
         self._could_not_load: set[InstanceId] = set()
+
+    def exclusions(self) -> Iterator[frozenset[RankId]]:
+        """Whom to pass over, first of all; what else to try while nobody is left."""
+        yield self.ranks
+        yield self.latest
+        if self._could_not_load:
+            yield self.instead
 
     def note(self, error: BalancerError, plan: RoutePlan) -> Instance | None:
         """An attempt at `plan` failed. Returns who may be another engine than it was taken for."""
@@ -31,6 +43,7 @@ class Suspects:
         self.latest = frozenset()
         if not isinstance(error, EngineError):
             return None
+        self.instead |= frozenset(target.rank_ids())
         if not isinstance(error, HandOverFailedError) or plan.prefill is None:
             self._leave_out(target)
             return None

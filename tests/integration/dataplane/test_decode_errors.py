@@ -125,3 +125,65 @@ async def test_a_prefill_engine_that_dies_tells_more_than_the_load_that_failed_o
             answer = await client.post(proxy.url + COMPLETIONS, json=LONG)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "prefill_failed")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize("connector", ["nixl", "nixl_push"], ids=["serial", "concurrent"])
+async def test_another_engine_loads_what_one_could_not(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    connector: str,
+    stream: bool,
+) -> None:
+    """The only prefill engine computes it anew: what it handed over before may be spent."""
+
+    async def answer_ok(received: Any, wire: Any) -> None:
+        if stream:
+            await wire.events(b'data: {"choices":[{"text":"ok"}]}\n\n', b"data: [DONE]\n\n")
+        else:
+            await wire.json({"id": "cmpl-1", "choices": [{"text": "ok"}]})
+
+    push = NixlPushSettings(engine_id="e") if connector == "nixl_push" else None
+    async with engine(prefill_ok) as p, engine(refuse(500)) as d0, engine(answer_ok) as d1:
+        fleet = tuple(
+            instance(each, alias, role=role, connector=connector, transfer=push)
+            for each, alias, role in (
+                (p, "p0", Role.PREFILL),
+                (d0, "d0", Role.DECODE),
+                (d1, "d1", Role.DECODE),
+            )
+        )
+        async with balancer(*fleet) as proxy:
+            answers = [
+                await client.post(
+                    proxy.url + COMPLETIONS,
+                    json={"model": "m", "prompt": [first] * 1000, "stream": stream},
+                )
+                for first in range(4)
+            ]
+
+            assert proxy.in_flight() == 0
+
+    assert [each.status_code for each in answers] == [200] * 4
+    assert all('"ok"' in each.text for each in answers)
+    assert len(d0.received) >= 1
+    assert len(p.received) == len(d0.received) + len(d1.received)
+
+
+async def test_a_hand_over_that_nobody_can_load_ends(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Each decode engine has been asked once; the client is told what went wrong."""
+    async with engine(prefill_ok) as p, engine(refuse(500)) as d0, engine(refuse(500)) as d1:
+        fleet = (
+            instance(p, "p0", role=Role.PREFILL, connector="nixl"),
+            instance(d0, "d0", role=Role.DECODE, connector="nixl"),
+            instance(d1, "d1", role=Role.DECODE, connector="nixl"),
+        )
+        async with balancer(*fleet) as proxy:
+            answer = await client.post(proxy.url + COMPLETIONS, json=LONG)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "hand_over_failed")
+    assert [len(each.received) for each in (p, d0, d1)] == [2, 1, 1]
