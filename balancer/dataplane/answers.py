@@ -33,12 +33,11 @@ from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.routing.explain import explain_headers
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
-from balancer.dataplane.beginnings import check_words
+from balancer.dataplane.beginnings import MAX_HELD_BYTES, check_words, gather
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.one_leg import DecodeAnswer
 
-_MAX_HELD_BYTES: Final = 1024 * 1024
 _WORDLESS_BYTES: Final = 1024
 """Longer ones say something, unless they tell of no token."""
 
@@ -75,7 +74,7 @@ class AnswerPasser:
             return self._pass_events(decoded, headers, withhold_usage=withhold_usage)
         if answer.is_encoded:
             return self._pass_unread(decoded, headers)
-        if answer.is_over and len(decoded.first) < _MAX_HELD_BYTES:
+        if answer.is_over and len(decoded.first) < MAX_HELD_BYTES:
             return self._pass_held(decoded, decoded.first, headers)
         return self._pass_gathered(decoded, headers)
 
@@ -167,8 +166,8 @@ class AnswerPasser:
     async def _pass_gathered(self, decoded: DecodeAnswer, headers: Headers) -> None:
         """Hold what is no stream until it is complete, or too large for that."""
         answer = decoded.answer
-        held = await _more(answer, decoded.first)
-        if len(held) >= _MAX_HELD_BYTES:
+        held = await gather(answer, decoded.first)
+        if len(held) >= MAX_HELD_BYTES:
             await self._start(answer.status, headers)
             await self._pass_rest(answer, held)
             return
@@ -275,13 +274,13 @@ class _Passage:
             self._is_computed = True
             self._decoded.leg.first_token_s = self._clock()
             self._decoded.guard.first_token()
-        if self._raw is not None and len(self._raw) < _MAX_HELD_BYTES:
+        if self._raw is not None and len(self._raw) < MAX_HELD_BYTES:
             self._raw += chunk
         return self._push(passed) if passed else True
 
     def keep(self) -> None:
         """It is complete; what was too large to be kept isn't told."""
-        if self._decoded.keep and self._raw is not None and len(self._raw) < _MAX_HELD_BYTES:
+        if self._decoded.keep and self._raw is not None and len(self._raw) < MAX_HELD_BYTES:
             self._decoded.keep(bytes(self._raw))
 
 
@@ -339,14 +338,6 @@ def encode_headers(encode: EncodeRecord) -> Headers:
         (b"x-kvlb-encode", names.encode()),
         (b"x-kvlb-encode-reason", encode.reason.encode()),
     )
-
-
-async def _more(answer: UpstreamAnswer, first: bytes) -> bytes:
-    """`first` and what comes behind it, up to where it is too large to be held."""
-    held = bytearray(first)
-    while len(held) < _MAX_HELD_BYTES and (chunk := await answer.next_chunk()):
-        held += chunk
-    return bytes(held)
 
 
 def _note_usage(decoded: DecodeAnswer, usage: Usage | None) -> None:

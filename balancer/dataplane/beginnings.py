@@ -24,6 +24,7 @@ from balancer.core.errors import (
     LeaseEndedError,
     StreamCutError,
 )
+from balancer.core.http.gave_up import read_silent
 from balancer.core.http.headers import find_header
 from balancer.core.http.stream_beginning import read_beginning, read_ended
 from balancer.core.http.told_error import (
@@ -38,6 +39,8 @@ from balancer.core.record import LegRecord
 from balancer.dataplane.connection import UpstreamAnswer
 
 MAX_ERROR_BYTES: Final = 16 * 1024 * 1024
+MAX_HELD_BYTES: Final = 1024 * 1024
+"""Of an answer that is no stream: what is longer passes as it comes."""
 _JSON_KIND: Final = b"application/json"
 _JSON: Final = ((b"content-type", _JSON_KIND),)
 _LOAD_FAILED: Final = 500
@@ -106,18 +109,38 @@ def _blame(error: EngineRefusedError, *, is_handed: bool) -> NoReturn:
     raise error
 
 
-async def forwarded_beginning(answer: UpstreamAnswer, leg: LegRecord) -> bytes:
+async def forwarded_beginning(answer: UpstreamAnswer, leg: LegRecord, *, generates: bool) -> bytes:
     """Wait for the first bytes of whatever was answered. Raises EngineError.
 
-    Only JSON is looked at for an error inside a 200, and an event stream whose first piece may be one.
+    Only JSON is looked at for an error inside a 200, and an event stream whose first piece may be
+    one. `generates`: also for the words of an engine that gave up, and of a stream all up to its
+    first word.
     """
     held = await answer.next_chunk()
     if answer.status != 200 or answer.is_encoded:
         return held
     if answer.is_event_stream:
-        return await _stream_beginning(answer, leg, held) if b"error" in held else held
+        is_read = generates or b"error" in held
+        return await _stream_beginning(answer, leg, held) if is_read else held
     kind = find_header(answer.headers, b"content-type") or b""
-    return await _whole_beginning(answer, leg, held) if kind.startswith(_JSON_KIND) else held
+    if not kind.startswith(_JSON_KIND):
+        return held
+    held = await _whole_beginning(answer, leg, held)
+    if not generates:
+        return held
+    held = await gather(answer, held)
+    told = read_wordless(held) or read_silent(held)
+    if told is not None:
+        raise EngineRefusedError(told.status, _JSON, told.body, alias=leg.alias)
+    return held
+
+
+async def gather(answer: UpstreamAnswer, first: bytes) -> bytes:
+    """`first` and what comes behind it, up to where it is too large to be held."""
+    held = bytearray(first)
+    while len(held) < MAX_HELD_BYTES and (chunk := await answer.next_chunk()):
+        held += chunk
+    return bytes(held)
 
 
 async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:

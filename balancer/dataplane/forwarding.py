@@ -226,9 +226,11 @@ class Forwarding:
         leg: LegRecord,
         guard: LegGuard,
     ) -> None:
-        first = await forwarded_beginning(answer, leg)
+        generates = errand.request.use.generates
+        is_awaited = generates and not errand.read.background
+        first = await forwarded_beginning(answer, leg, generates=is_awaited)
         self._sender.answered(leg)
-        if errand.request.use.generates:
+        if generates:
             guard.first_token()
         watch = None
         if errand.request.use.makes_response and answer.status == 200:

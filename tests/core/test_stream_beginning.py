@@ -30,6 +30,7 @@ FAILED = b'data: {"error":{"message":"m","code":500}}\n\n'
         pytest.param(b"data: [DONE]\n\n", True, id="end"),
         pytest.param(b'data: {"error":null}\n\n', True, id="no-error"),
         pytest.param(b'data: {"error":\n\n', True, id="no-json"),
+        pytest.param(b'event: ping\ndata: {"type": "ping"}\n\n', False, id="named-opening"),
         pytest.param(b"data: " + b"x" * 70_000, True, id="too-long"),
     ],
 )

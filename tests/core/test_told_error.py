@@ -58,6 +58,8 @@ def test_other_documents_are_none(document: str) -> None:
         ({"message": "m", "code": 400}, 400),
         ({"message": "m", "code": 200}, 502),
         ({"message": "m", "code": "odd"}, 502),
+        ({"message": "m", "code": "503"}, 503),
+        ({"message": "m", "code": "200"}, 502),
         ({"message": "m"}, 502),
     ],
 )

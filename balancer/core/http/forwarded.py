@@ -35,6 +35,8 @@ class ReadBody:
     previous_response: str | None = None
     """Id of a response that this request goes on from."""
     stream: bool = False
+    background: bool = False
+    """A response that its client may ask about, or cancel, by the id that comes first."""
     is_json: bool = False
 
 
@@ -44,6 +46,7 @@ class _Fields(msgspec.Struct):
     model: Any = None
     previous_response_id: Any = None
     stream: Any = None
+    background: Any = None
     request_id: Any = None
     session_id: Any = None
     vllm_xargs: Any = None
@@ -88,6 +91,7 @@ def read_body(content_type: bytes, body: PiecedBody, *, generates: bool) -> Read
         model="" if fields.model is None else fields.model,
         previous_response=previous if isinstance(previous, str) and previous else None,
         stream=fields.stream is True,
+        background=fields.background is True,
         is_json=True,
     )
 

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. Comments and a chat's opening (`core.http.sse`) say nothing: an engine may send them before it has
+1. Comments and a chat's opening (`core.http.sse`), or what opens an answer of another API
+   (`core.http.gave_up`), say nothing: an engine may send them before it has
    computed, or loaded, anything, and then fail.
 2. The first event that says something decides. An error that comes after it is the client's to see.
 3. What is no complete event yet says nothing, unless it is longer than any error. Once the stream has
@@ -14,6 +15,7 @@ Cost: a split of the few bytes that came first; a decode only of what names an e
 import re
 from typing import Final
 
+from balancer.core.http.gave_up import read_named
 from balancer.core.http.sse import data_of, is_opening
 from balancer.core.http.told_error import (
     ToldError,
@@ -36,9 +38,9 @@ def read_beginning(held: bytes) -> ToldError | bool:
         data = data_of(event)
         if data is None:
             continue
-        told = _read_event(event, data.strip())
-        if told is not None or not is_opening(data):
-            return told or True
+        says = _read_event(event, data)
+        if says:
+            return says
     return len(held) > _LONGEST_BYTES
 
 
@@ -47,9 +49,12 @@ def read_ended(held: bytes) -> ToldError | None:
     return read_error(held.strip())
 
 
-def _read_event(event: bytes, data: bytes) -> ToldError | None:
-    if b"error" not in event and b"abort" not in event:
-        return None
-    if _ERROR_NAME.search(event):
-        return read_named_error(data)
-    return read_error(data) or read_wordless(data)
+def _read_event(event: bytes, data: bytes) -> ToldError | bool:
+    bare = data.strip()
+    if b"error" in event or b"abort" in event:
+        if _ERROR_NAME.search(event):
+            return read_named_error(bare)
+        told = read_error(bare) or read_wordless(bare)
+        if told is not None:
+            return told
+    return not is_opening(data) and read_named(bare)

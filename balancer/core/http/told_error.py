@@ -30,6 +30,7 @@ _ERROR: Final = re.compile(
     rb'\s*\{\s*"(?:error"\s*:\s*(?:\{|"[^"])|object"\s*:\s*"error"|type"\s*:\s*"error")'
 )
 _UNKNOWN_STATUS: Final = 502
+_STATUS_TEXT: Final = re.compile("[45][0-9][0-9]")
 FAILED_FINISHES: Final = ("error", "abort")
 """Values of `finish_reason` that say that an engine gave up."""
 _FINISHES: Final = {
@@ -63,7 +64,7 @@ def begins_as_error(beginning: bytes) -> bool:
 
 def read_error(document: bytes) -> ToldError | None:
     """Read the error that a document tells; None if it tells none."""
-    told = _decode(document) if b'"error"' in document else None
+    told = decode_object(document) if b'"error"' in document else None
     if told is None:
         return None
     if told.get("object") == "error":
@@ -85,7 +86,7 @@ def read_named_error(data: bytes) -> ToldError:
     told = read_error(data)
     if told is not None:
         return told
-    words: Any = _decode(data)
+    words: Any = decode_object(data)
     if words is None:
         words = {"message": data.decode(errors="replace")}
     return _flat({"message": "the engine told an error", "type": "BadGatewayError", **words})
@@ -95,7 +96,7 @@ def read_wordless(document: bytes) -> ToldError | None:
     """What a document has for its client if its engine gave up without a word; else None."""
     if b'"abort"' not in document and b'"error"' not in document:
         return None
-    told = _decode(document)
+    told = decode_object(document)
     choices = None if told is None else told.get("choices")
     if not isinstance(choices, list) or not choices or not all(map(_is_wordless, choices)):
         return None
@@ -125,10 +126,13 @@ def _flat(told: Mapping[str, Any]) -> ToldError:
 
 def _status(error: Mapping[str, Any]) -> int:
     code = error.get("code")
+    if isinstance(code, str) and _STATUS_TEXT.fullmatch(code):
+        code = int(code)  # an event of the Responses API
     return code if isinstance(code, int) and 400 <= code <= 599 else _UNKNOWN_STATUS
 
 
-def _decode(document: bytes) -> dict[str, Any] | None:
+def decode_object(document: bytes) -> dict[str, Any] | None:
+    """The JSON object that a document is; None: it is none."""
     try:
         value = json.loads(document)
     except (ValueError, RecursionError):

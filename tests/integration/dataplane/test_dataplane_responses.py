@@ -94,7 +94,7 @@ async def test_stream_is_known_from_its_first_event(
     scripts = Keeper("a", release=release), Keeper("b", release=release)
     async with engine(scripts[0]) as one, engine(scripts[1]) as two:
         async with balancer(instance(one, "e0"), instance(two, "e1")) as proxy:
-            body = {"model": "m", "input": "x", "stream": True}
+            body = {"model": "m", "input": "x", "stream": True, "background": True}
             async with client.stream("POST", proxy.url + "/v1/responses", json=body) as answer:
                 chunks = answer.aiter_raw()
                 first = json.loads((await anext(chunks)).partition(b"data: ")[2])

@@ -50,6 +50,21 @@ def event(document: Any) -> bytes:
     return b"data: " + json.dumps(document).encode() + b"\n\n"
 
 
+NOTHING_SAID = {"id": "m", "type": "message", "role": "assistant", "content": []}
+NOT_MADE = {"id": "r", "object": "response", "status": "failed", "output": []}
+
+
+def named(document: Any) -> bytes:
+    return f"event: {document['type']}\n".encode() + event(document)
+
+
+MESSAGE_OPENS = named({"type": "message_start", "message": NOTHING_SAID})
+MESSAGE_FAILS = named({"type": "error", "error": {"type": "internal_error", "message": "m"}})
+MESSAGE_ENDS = named({"type": "message_delta", "delta": {"stop_reason": None}})
+RESPONSE_OPENS = named({"type": "response.created", "response": {"status": "in_progress"}})
+RESPONSE_FAILS = named({"type": "response.failed", "response": NOT_MADE})
+
+
 async def as_first_event(received: Any, wire: Any) -> None:
     await wire.events(b"data: " + json.dumps(NESTED).encode() + b"\n\n", b"data: [DONE]\n\n")
 
@@ -71,6 +86,12 @@ async def as_first_event(received: Any, wire: Any) -> None:
         pytest.param("/v1/embeddings", answering(NESTED), id="forwarded"),
         pytest.param("/v1/responses", as_first_event, id="forwarded-first-event"),
         pytest.param("/v1/responses", streaming(NAMED), id="forwarded-named-event"),
+        pytest.param("/v1/messages", answering(NOTHING_SAID), id="message-without-a-word"),
+        pytest.param("/v1/messages", streaming(MESSAGE_OPENS, MESSAGE_FAILS), id="message-error"),
+        pytest.param("/v1/messages", streaming(MESSAGE_OPENS, MESSAGE_ENDS), id="message-ends"),
+        pytest.param("/v1/responses", answering(NOT_MADE), id="response-failed"),
+        pytest.param("/v1/responses", streaming(RESPONSE_OPENS, RESPONSE_FAILS), id="failed-event"),
+        pytest.param("/inference/v1/generate", answering(ABORTED), id="tokens-abort"),
     ],
 )
 async def test_another_engine_is_tried(
@@ -80,7 +101,7 @@ async def test_another_engine_is_tried(
     async with engine(fault) as bad, engine(answering(GOOD)) as good:
         fleet = (instance(bad, "e0"), instance(good, "e1"))
         async with balancer(*fleet) as proxy:
-            body = {"model": "m", "prompt": [1, 2], "input": "x"}
+            body = {"model": "m", "prompt": [1, 2], "input": "x", "messages": []}
             answers = [await client.post(proxy.url + path, json=body) for _ in range(2)]
             records = await proxy.wait_for_records(2)
 
@@ -223,3 +244,73 @@ async def test_simulated_engine_that_hides_its_refusals(
 
     assert hidden.status_code == 200
     assert answer.status_code == answer.json()["error"]["code"] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "status", "error"),
+    [
+        pytest.param(
+            "/v1/messages",
+            streaming(MESSAGE_OPENS, MESSAGE_ENDS),
+            502,
+            {
+                "type": "api_error",
+                "message": "the engine ended the request before its first token: no reason given",
+            },
+            id="messages",
+        ),
+        pytest.param(
+            "/v1/messages",
+            streaming(MESSAGE_OPENS, MESSAGE_FAILS),
+            502,
+            {"type": "internal_error", "message": "m"},
+            id="messages-error",
+        ),
+        pytest.param(
+            "/v1/responses",
+            streaming(RESPONSE_OPENS, named({"type": "error", "code": "500", "message": "m"})),
+            500,
+            {"message": "m", "type": "error", "param": None, "code": "500"},
+            id="responses-error",
+        ),
+    ],
+)
+async def test_client_of_another_api_is_told_in_its_form(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    path: str,
+    fault: Any,
+    status: int,
+    error: dict[str, Any],
+) -> None:
+    """With a status of its own: nothing of the stream had gone out."""
+    async with engine(fault) as bad, balancer(instance(bad)) as proxy:
+        answer = await client.post(proxy.url + path, json={"model": "m", "stream": True})
+
+    assert (answer.status_code, answer.json()["error"]) == (status, error)
+
+
+async def test_what_was_said_first_passes_on_every_path(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Openings are held back until then, and then are there."""
+    word = named({"type": "content_block_delta", "delta": {"text": "a"}})
+    async with (
+        engine(streaming(MESSAGE_OPENS, word, MESSAGE_ENDS)) as e,
+        balancer(instance(e)) as proxy,
+    ):
+        answer = await client.post(proxy.url + "/v1/messages", json={"model": "m", "stream": True})
+
+    assert (answer.status_code, answer.content) == (200, MESSAGE_OPENS + word + MESSAGE_ENDS)
+
+
+async def test_a_response_that_is_kept_as_failed_is_shown(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
+) -> None:
+    """Who asks for it asks how it went."""
+    async with engine(answering(NOT_MADE)) as e, balancer(instance(e)) as proxy:
+        answer = await client.get(proxy.url + "/v1/responses/r")
+
+    assert (answer.status_code, answer.json()) == (200, NOT_MADE)
