@@ -16,7 +16,7 @@ from typing import Any
 
 from balancer.core.errors import NoInstanceError, NotSplittableError
 from balancer.core.fleet.lacking import LackingPaths
-from balancer.core.fleet.model_lookup import find_model
+from balancer.core.fleet.model_lookup import find_model, nobody_answers
 from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.core.http.headers import Headers
 from balancer.core.load.ledger import LegGuard, LegWork, LoadLedger
@@ -73,11 +73,13 @@ class Placing:
         `EnginePath`.
         """
         instances = list(fleet.instances)
-        if model is not None:
-            meant = find_model(fleet, model)
+        meant = None if model is None else find_model(fleet, model)
+        if meant is not None:
             record.model, record.base_model = meant.model, meant.base_model
             instances = list(fleet.serving(meant.model))
         able = [each for each in instances if each.is_available and each.role.answers_clients]
+        if not able and meant is not None:
+            raise nobody_answers(fleet, meant.model)
         if not able:
             raise NoInstanceError("no instance that could answer this is available")
         if generates:

@@ -64,6 +64,18 @@ def test_models_are_a_union_without_duplicates() -> None:
     assert merged[0] == {"id": "base", "max_model_len": 2048, "of": "a"}
 
 
+def test_models_that_nobody_answers_for_are_not_listed() -> None:
+    """An adapter on a prefill instance alone can't be asked for."""
+    fleet = Fleet(
+        instances=(
+            instance("p", "there", "both", role=Role.PREFILL),
+            instance("d", "here", "both", role=Role.DECODE),
+        )
+    )
+
+    assert [card["id"] for card in merge_models(fleet)] == ["base", "here", "both"]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -1,12 +1,13 @@
 """Which model a request means."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from balancer.core.errors import BadRequestError, ModelNotFoundError, NoInstanceError
-from balancer.core.fleet.model_lookup import MeantModel, find_model
-from balancer.core.fleet.snapshot import Fleet, Instance
+from balancer.core.fleet.model_lookup import MeantModel, find_model, nobody_answers
+from balancer.core.fleet.snapshot import Fleet, Instance, Role
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 
@@ -80,3 +81,21 @@ def test_living_instance_decides_what_a_shared_name_means() -> None:
     living = instance("b", "n", "x")
 
     assert find_model(fleet(dead, living), "x").base_model == "n"
+
+
+@pytest.mark.parametrize(
+    ("decode", "words"),
+    [
+        pytest.param(instance("d", "m"), "load it on one that answers", id="without-it"),
+        pytest.param(instance("d", "m", "ad1"), "is available", id="down"),
+        pytest.param(instance("d", None), "is available", id="unknown"),
+    ],
+)
+def test_who_would_have_to_load_a_model_is_told(decode: Instance, words: str) -> None:
+    """A prefill instance that has it answers no client."""
+    prefill = replace(instance("p", "m", "ad1"), role=Role.PREFILL)
+
+    error = nobody_answers(fleet(prefill, replace(decode, role=Role.DECODE)), "ad1")
+
+    assert isinstance(error, NoInstanceError)
+    assert words in error.message

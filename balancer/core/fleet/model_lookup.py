@@ -6,6 +6,7 @@ Rules:
 2. No name (absent, null or empty) means the fleet's only base model, as engines do it.
 3. A name that no instance ever listed is the client's fault (404) once any instance has been
    asked for its models; before that nobody can tell, so it is 503.
+4. One that only prefill instances list is 503, and is told as that: nobody answers for it.
 
 Cost: a dictionary lookup, but for the first request of a model after each change of the fleet.
 """
@@ -56,6 +57,17 @@ def unknown_model(fleet: Fleet, name: str) -> BalancerError:
     if not any(each.models for each in fleet.instances):
         return NoInstanceError("no instance has told its models yet")
     return ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
+
+
+def nobody_answers(fleet: Fleet, model: str) -> BalancerError:
+    """The error for a model that is known, and that nobody who answers clients can be asked for."""
+    answering = [each for each in fleet.instances if each.role.answers_clients]
+    if any(each.models is None or each.models.serves(model) for each in answering):
+        return NoInstanceError("no instance that serves this model is available")
+    return NoInstanceError(
+        f"no decode or mixed instance has `{model}`, only prefill instances: load it on one that "
+        "answers, too"
+    )
 
 
 def _is_down(instance: Instance) -> bool:

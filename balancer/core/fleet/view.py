@@ -2,7 +2,8 @@
 
 Rules:
 
-1. Clients see models of available instances only, each name once, every engine field kept.
+1. Clients see models of available instances that answer them, each name once, every engine field
+   kept: what only a prefill instance has loaded can't be asked for.
 2. Ready means: some base model has an available instance that answers clients.
 3. Addresses and settings are for operators; the client-facing views hold aliases at most.
 """
@@ -24,6 +25,8 @@ def merge_models(fleet: Fleet) -> Sequence[Mapping[str, Any]]:
     """Cards of every model that can be asked for now, in the order of the fleet."""
     merged: dict[str, Mapping[str, Any]] = {}
     for instance in fleet.instances:
+        if not instance.role.answers_clients:
+            continue
         if instance.is_available and instance.models is not None:
             for card in instance.models.cards:
                 merged.setdefault(card["id"], card)

@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from balancer.core.errors import NoInstanceError, OverloadedError
-from balancer.core.fleet.model_lookup import unknown_model
+from balancer.core.fleet.model_lookup import nobody_answers, unknown_model
 from balancer.core.fleet.roster import Hold
 from balancer.core.fleet.snapshot import NO_CONNECTOR, Fleet, Instance, Role
 from balancer.core.load.ledger import LoadLedger, RankLoad
@@ -155,7 +155,7 @@ def _find_pool(fleet: Fleet, model: str) -> Pool:
     available = [instance for instance in serving if instance.is_available]
     answering = tuple(each for each in available if each.role.answers_clients)
     if not answering:
-        raise NoInstanceError("no instance that serves this model is available")
+        raise nobody_answers(fleet, model)
     return Pool(
         answering=answering,
         prefill=tuple(each for each in available if each.role is Role.PREFILL),

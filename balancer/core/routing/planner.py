@@ -201,7 +201,7 @@ def _nobody_prefills(
         return NotSplittableError()
     if facts.prefill_full:
         return OverloadedError("every prefill instance of this model is at its limit of requests")
-    return NoInstanceError("no prefill instance of this model is available")
+    return NoInstanceError("no prefill instance that has this model or adapter is available")
 
 
 def prefill_shape(shape: RequestShape) -> RequestShape:

@@ -631,3 +631,42 @@ async def test_concurrent_answer_waits_for_its_prefill(
         answer = await client.post(proxy.url + COMPLETIONS, json=long_prompt(stream=True))
 
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "status"),
+    [
+        pytest.param(("ad",), (), 503, id="on-prefill-alone"),
+        pytest.param((), ("ad",), 200, id="on-decode-alone"),
+    ],
+)
+async def test_adapter_that_one_side_has_is_served_by_decode_or_by_nobody(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    path: str,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    status: int,
+) -> None:
+    """The error says what to load where; nothing is sent to who can't answer."""
+
+    async def answer_ok(received: Any, wire: Any) -> None:
+        await wire.json({"id": "x", "choices": [{"text": "ok"}]})
+
+    async with engine(answer_ok) as p, engine(answer_ok) as d:
+        fleet = (
+            instance(p, "p0", role=Role.PREFILL, connector="nixl", adapters=prefill),
+            instance(d, "d0", role=Role.DECODE, connector="nixl", adapters=decode),
+        )
+        async with balancer(*fleet) as proxy:
+            answer = await client.post(
+                proxy.url + path, json={"model": "ad", "prompt": list(range(1000))}
+            )
+
+    assert answer.status_code == status
+    assert (len(p.received), len(d.received)) == (0, 1 if status == 200 else 0)
+    if status == 503:
+        assert "`ad`, only prefill instances: load it" in answer.json()["error"]["message"]
