@@ -15,6 +15,7 @@ from balancer.connectors.contract import (
     LegRequest,
     NoTransferError,
     PullContext,
+    Style,
     settings_of,
     with_params,
 )
@@ -24,10 +25,20 @@ from balancer.core.settings.transfer import OffloadingSettings
 
 
 class OffloadingConnector(Connector):
-    """Serial: what the prefill engine stores has to be there before it is looked for."""
+    """Serial: what the prefill engine stores has to be there before it is looked for.
+
+    But for a decode engine with `decoder_first`: of a peer that was named to it, it asks for the
+    whole prompt and waits, and the peer hands over what it stores for whom has asked.
+    """
 
     name = "offloading"
     pulls = True
+
+    def style(self, context: LegContext) -> Style:
+        """As the decode instance is set, if both have the tier."""
+        is_peer = settings_of(context.prefill, OffloadingSettings).p2p_host is not None
+        is_first = settings_of(context.decode, OffloadingSettings).decoder_first
+        return "concurrent" if is_peer and is_first else "serial"
 
     def prefill_leg(self, context: LegContext) -> LegRequest:
         """One token; with the P2P tier, kept for the request of this name."""
@@ -41,7 +52,7 @@ class OffloadingConnector(Connector):
         self, context: LegContext, prefill_answer: Mapping[str, Any] | None
     ) -> LegRequest:
         """The client's body; with the P2P tier, where the blocks are."""
-        if prefill_answer is None:
+        if prefill_answer is None and self.style(context) == "serial":
             raise NoTransferError("without a prefill answer nothing has been stored")
         address = _peer(context.prefill, context.prefill_rank, context.attempt_id)
         if address is None:

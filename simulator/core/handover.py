@@ -14,7 +14,7 @@ Rules, as each engine has them:
    reading decode side takes the prompt of a request without fields for read, whatever is there.
 5. p2p_nccl: both addresses come from the request id (the engine fails without); both sides meet by
    the whole id, random digits included.
-6. offloading: sides meet by `kv_request_id`; half an address is none. Peers may be asked for what
+6. offloading: sides meet by `kv_request_id`, whichever comes first; half an address is none. Peers may be asked for what
    they have cached.
 7. example, lmcache: nothing of this; `simulator.core.storage` is looked at.
 """
@@ -36,6 +36,7 @@ _MORIIO_READ_ABORT_S = 3600.0
 _MORIIO_DEFER_S = 60.0
 _MORIIO_RECEIVE_ABORT_S = 120.0
 _STORE_S = 60.0
+_LOAD_S = 30.0
 _PREFILL_ADDRESS = re.compile(r"___prefill_addr_(.+?)___decode_addr_")
 _DECODE_ADDRESS = re.compile(r"___decode_addr_(.+)_[0-9a-f]{32}(?:-.*)?$")
 
@@ -180,7 +181,7 @@ def _offloading(side: Side, request_id: str, params: Params) -> Handover:  # noq
     if engine_id is None or not key:
         return Handover(keep=keep)
     if "remote_prefiller" in params:
-        return Handover(keep=keep, remote=_waiting(engine_id, key, _STORE_S))
+        return Handover(keep=keep, remote=_waiting(engine_id, key, _LOAD_S))
     return Handover(keep=keep, remote=_ready(engine_id, key, probes=True))
 
 

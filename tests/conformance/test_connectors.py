@@ -91,6 +91,11 @@ CASES: list[tuple[str, Connector, dict[str, Any]]] = [
     ("moriio-read", connectors()["moriio"], {"mode": "READ"}),
     ("moriio-ids", connectors()["moriio"], {"addresses": "request_id"}),
     ("offloading-p2p", connectors()["offloading"], {"p2p_host": "10.0.0.1"}),
+    (
+        "offloading-decoder-first",
+        connectors()["offloading"],
+        {"p2p_host": "10.0.0.1", "decoder_first": True},
+    ),
     ("multi-serial", connectors()["multi"], {"children": {"nixl": {}, "offloading": {}}}),
     (
         "multi-concurrent",

@@ -70,6 +70,22 @@ def test_the_roles_usual_connector_chooses_them_too() -> None:
             id="half-a-receiver",
         ),
         pytest.param(
+            {"connector": "offloading", "transfer": {"decoder_first": True}},
+            "`instances[0].transfer`: `decoder_first`: goes with p2p_host",
+            id="decoder-first-without-a-peer",
+        ),
+        pytest.param(
+            {
+                "connector": "multi",
+                "transfer": {
+                    "children": {"offloading": {"p2p_host": "h", "decoder_first": True}, "nixl": {}}
+                },
+            },
+            "`instances[0].transfer`: `children`: of `offloading`, decoder_first: not beside "
+            "others",
+            id="decoder-first-in-a-child",
+        ),
+        pytest.param(
             {"connector": "multi"},
             "`instances[0].transfer`: `children`: at least one connector",
             id="no-child",

@@ -94,6 +94,9 @@ CASES = {
     "example": Case(connector="example", loads_all=False),
     "lmcache": Case(connector="lmcache", loads_all=False),
     "offloading": Case(connector="offloading", transfer=peer),
+    "offloading-decoder-first": Case(
+        connector="offloading", transfer=lambda each: {**peer(each), "decoder_first": True}
+    ),
     "multi": Case(
         connector="multi",
         simulated="mooncake",

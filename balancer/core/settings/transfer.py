@@ -117,6 +117,14 @@ class OffloadingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """A request that is served whole by this instance fetches its prefix from the peer that the
     index names, if that holds so many tokens more. 0: never. Both need `p2p_host` and the same
     hash seed."""
+    decoder_first: bool = False
+    """Of a decode instance with `p2p_host`: both legs are sent at once, and it waits for the blocks
+    itself, up to 30 s, instead of being asked when they are there."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a decode engine that would find nothing to wait for."""
+        if self.decoder_first and self.p2p_host is None:
+            raise ValueError("decoder_first: goes with p2p_host")
 
 
 class MultiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +140,8 @@ class MultiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, settings in self.children.items():
             if name in {"multi", "none"}:
                 raise ValueError(f"children: `{name}` can't be a child")
+            if settings.get("decoder_first"):
+                raise ValueError(f"children: of `{name}`, decoder_first: not beside others")
             try:
                 read_transfer(name, settings)
             except ConfigError as error:

@@ -121,6 +121,16 @@ def test_offloading_peers_name_one_request(
     }
 
 
+def test_offloading_decode_engine_may_ask_first(one: One, legs: Legs) -> None:
+    """The same fields, without waiting for the prefill engine's answer."""
+    source = one("p0", "offloading", p2p_host="10.0.0.1")
+    target = one("d0", "offloading", p2p_host="10.0.0.2", decoder_first=True)
+
+    assert legs(source, target, None) == legs(source, target, NOTHING)
+    with pytest.raises(NoTransferError):
+        legs(source, one("d0", "offloading", p2p_host="10.0.0.2"), None)
+
+
 def test_offloading_peers_are_both_peers(one: One) -> None:
     """A tier on one side only is a fault of the configuration."""
     told = connectors()["offloading"].mismatch(
