@@ -284,7 +284,7 @@ class PrefixLookup(Protocol):
 
 
 class BlockIndex(PrefixLookup, Protocol):
-    """Every implementation passes tests/conformance/test_block_index.py.
+    """Every implementation passes tests/conformance/block_index/.
 
     One that lives in the writer's process and can read its tables says so by an attribute
     `reads_tables` that is true: others are never told of `BlocksShared`.
