@@ -6,7 +6,9 @@ Rules:
 2. One retry elsewhere, as for generated answers: only while nothing has been answered. An instance
    that doesn't have the path is followed by another without one; the last one's words are the
    answer.
-3. A response that an instance keeps (Responses API) is asked of that instance, and what goes on
+3. Of what runs a prompt nothing passes before its first word (`dataplane.beginnings`), but of a
+   response in the background, which its client may ask for by its id from then on.
+4. A response that an instance keeps (Responses API) is asked of that instance, and what goes on
    from it goes there. If nobody remembers which one it is, the instances are asked, all at once.
 """
 
