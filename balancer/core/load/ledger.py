@@ -159,7 +159,7 @@ class LegGuard(Protocol):
 
 
 class LoadLedger(Protocol):
-    """Every implementation passes tests/conformance/test_load_ledger.py."""
+    """Every implementation passes tests/conformance/load_ledger/."""
 
     @property
     def knows_prefill(self) -> bool:
