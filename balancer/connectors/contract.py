@@ -102,7 +102,7 @@ class NoTransferError(EngineError):
 
 
 class Connector(Protocol):
-    """Every connector inherits from it and passes tests/conformance/test_connectors.py."""
+    """Every connector inherits from it and passes tests/conformance/connectors/."""
 
     name: str
     pairs_ranks: bool = False

@@ -1,7 +1,7 @@
-"""What every PD connector must do; a made-up concurrent one proves the contract's other half."""
+"""What every connector does: the contract of `balancer.connectors`, rule by rule."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.connectors.available import connector_conflicts, connector_fault, connectors
+from balancer.connectors.available import connectors
 from balancer.connectors.contract import (
     Connector,
     HandOver,
@@ -21,11 +21,11 @@ from balancer.connectors.contract import (
 )
 from balancer.connectors.none import NoConnector
 from balancer.core.fleet.snapshot import Instance, Role
-from balancer.core.fleet.transfer_facts import Registration, TransferFacts
 from balancer.core.http.prefill_rewrite import prefill_body
-from balancer.core.settings.transfer import MoriioSettings, read_transfer
-from indexer.core.model_cards import ServedModels
-from indexer.core.types import InstanceId
+from balancer.core.settings.transfer import read_transfer
+
+InstanceOf = Callable[..., Instance]
+ContextOf = Callable[..., LegContext]
 
 ATTEMPT = "0123456789abcdef" * 2
 BODY = {
@@ -41,14 +41,6 @@ ANSWER = {
     "choices": [{"finish_reason": "length"}],
     "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]},
 }
-FACTS = TransferFacts(
-    engine_ids={0: "engine-0"},
-    registration=Registration(
-        http_address="10.0.0.1:8000",
-        zmq_address="host:10.0.0.1,handshake:6301,notify:61005",
-        transfer_mode="WRITE",
-    ),
-)
 
 
 class WriteConnector(Connector):
@@ -106,22 +98,7 @@ CASES: list[tuple[str, Connector, dict[str, Any]]] = [
 ]
 
 
-def instance(alias: str, role: Role, connector: str = "nixl", model: str | None = "m") -> Instance:
-    names = frozenset({model} if model else set())
-    models = (
-        ServedModels(base=model, aliases=names, adapters=frozenset(), cards=()) if model else None
-    )
-    return Instance(
-        id=InstanceId(f"http://{alias}:8000"),
-        alias=alias,
-        role=role,
-        connector=connector,
-        models=models,
-        facts=FACTS,
-    )
-
-
-@pytest.fixture(params=CASES, ids=lambda case: case[0])
+@pytest.fixture(params=CASES, ids=lambda each: each[0])
 def case(request: pytest.FixtureRequest) -> tuple[str, Connector, dict[str, Any]]:
     found: tuple[str, Connector, dict[str, Any]] = request.param
     return found
@@ -133,22 +110,28 @@ def connector(case: tuple[str, Connector, dict[str, Any]]) -> Connector:
 
 
 @pytest.fixture
-def context(case: tuple[str, Connector, dict[str, Any]]) -> LegContext:
+def context(case: tuple[str, Connector, dict[str, Any]], context_of: ContextOf) -> LegContext:
     return context_of(case[1].name, case[2])
 
 
-def context_of(name: str, transfer: dict[str, Any] | None = None) -> LegContext:
-    settings = read_transfer(name, transfer or {})
-    return LegContext(
-        request_id="abc",
-        attempt_id=ATTEMPT,
-        path="/v1/chat/completions",
-        body=copy.deepcopy(BODY),
-        prefill=replace(instance("p0", Role.PREFILL, name), transfer=settings),
-        prefill_rank=0,
-        decode=replace(instance("d0", Role.DECODE, name), transfer=settings),
-        decode_rank=0,
-    )
+@pytest.fixture
+def context_of(instance: InstanceOf) -> ContextOf:
+    """Both legs of one request over a connector with this `transfer`."""
+
+    def make(name: str, transfer: dict[str, Any] | None = None) -> LegContext:
+        settings = read_transfer(name, transfer or {})
+        return LegContext(
+            request_id="abc",
+            attempt_id=ATTEMPT,
+            path="/v1/chat/completions",
+            body=copy.deepcopy(BODY),
+            prefill=replace(instance("p0", Role.PREFILL, name), transfer=settings),
+            prefill_rank=0,
+            decode=replace(instance("d0", Role.DECODE, name), transfer=settings),
+            decode_rank=0,
+        )
+
+    return make
 
 
 def answer_for(connector: Connector, context: LegContext) -> Mapping[str, Any] | None:
@@ -257,7 +240,9 @@ def test_a_lease_is_below_the_engines_own(connector: Connector, context: LegCont
     assert (lease_s is not None) == reads_unchecked
 
 
-def test_who_needs_a_prefill_leg(case: tuple[str, Connector, dict[str, Any]]) -> None:
+def test_who_needs_a_prefill_leg(
+    case: tuple[str, Connector, dict[str, Any]], context_of: ContextOf
+) -> None:
     """Engines that take every prompt for handed over; all others compute what nobody sends."""
     name, connector, transfer = case
     target = context_of(connector.name, transfer).decode
@@ -269,7 +254,9 @@ def test_who_needs_a_prefill_leg(case: tuple[str, Connector, dict[str, Any]]) ->
     tokens=st.integers(1, 5000),
     sizes=st.frozensets(st.sampled_from([1, 16, 32, 128, 784]), min_size=1),
 )
-def test_plain_prompts_are_carried(tokens: int, sizes: frozenset[int]) -> None:
+def test_plain_prompts_are_carried(
+    instance: InstanceOf, tokens: int, sizes: frozenset[int]
+) -> None:
     """By everybody but shared storage, which refuses one length in a block."""
     request = HandOver(prompt_tokens=tokens, block_sizes=sizes)
     target = instance("d0", Role.DECODE)
@@ -279,7 +266,7 @@ def test_plain_prompts_are_carried(tokens: int, sizes: frozenset[int]) -> None:
         assert each.carries(request, target) == (name != "example" or not fatal)
 
 
-def test_no_connector_hands_nothing_over() -> None:
+def test_no_connector_hands_nothing_over(context_of: ContextOf) -> None:
     """Its decode leg is the client's body; a prefill leg would be thrown away."""
     connector, context = NoConnector(), context_of("none")
 
@@ -288,102 +275,7 @@ def test_no_connector_hands_nothing_over() -> None:
         connector.prefill_leg(context)
 
 
-def test_connectors_are_found_by_their_name() -> None:
-    """The name in the configuration is the connector's own."""
-    known = connectors()
-
-    assert {name: each.name for name, each in known.items()} == {name: name for name in known}
-    assert sorted(known) == [
-        "example",
-        "lmcache",
-        "mooncake",
-        "moriio",
-        "multi",
-        "nixl",
-        "nixl_push",
-        "none",
-        "offloading",
-        "p2p_nccl",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "transfer", "words"),
-    [
-        pytest.param("nixll", {}, "connector`: no connector `nixll`; did you mean", id="unknown"),
-        pytest.param(
-            "multi",
-            {"children": {"nixl": {}, "nixl_push": {}}},
-            "transfer.children`: 'nixl' and 'nixl_push' both use `do_remote_decode`",
-            id="clash",
-        ),
-        pytest.param(
-            "multi",
-            {"children": {"nixl": {}, "ofloading": {}}},
-            "transfer.children`: no connector `ofloading`; did you mean `offloading`?",
-            id="unknown-child",
-        ),
-    ],
-)
-def test_a_connector_that_cant_be_is_told_by_its_key(
-    name: str, transfer: dict[str, Any], words: str
-) -> None:
-    """At start, beginning with the key at fault."""
-    told = connector_fault(
-        replace(instance("p0", Role.PREFILL, name), transfer=read_transfer(name, transfer))
-    )
-
-    assert told is not None
-    assert words in told
-
-
-def test_ranks_that_an_id_cant_name_are_refused_by_name() -> None:
-    """Blocks of any rank but the first would be waited for in vain."""
-    ranked = replace(instance("p0", Role.PREFILL, "p2p_nccl"), ranks=(0, 1))
-    target = replace(instance("d0", Role.DECODE, "p2p_nccl"), models=ranked.models)
-
-    told = connector_fault(ranked)
-    assert told is not None
-    assert told.startswith("ranks`: connector `p2p_nccl`")
-    assert connector_fault(replace(ranked, connector="nixl")) is None
-    (seen,) = connector_conflicts([ranked, target])
-    assert "p0 has 2 ranks" in seen
-    assert connector_conflicts([replace(ranked, ranks=(0,)), target]) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "transfer"),
-    [
-        ("nixl", {}),
-        ("none", {}),
-        ("multi", {"children": {"nixl": {}, "offloading": {}, "lmcache": {}}}),
-    ],
-)
-def test_a_connector_that_can_be(name: str, transfer: dict[str, Any]) -> None:
-    """Children of different protocols share an engine."""
-    settings = read_transfer(name, transfer)
-
-    assert connector_fault(replace(instance("p", Role.PREFILL, name), transfer=settings)) is None
-
-
-def test_a_mismatch_of_settings_is_a_conflict_by_name() -> None:
-    """Both have the connector, but one would write and the other wait to read."""
-    writes = replace(instance("p0", Role.PREFILL, "moriio"), transfer=MoriioSettings(mode="WRITE"))
-    reads = replace(instance("d0", Role.DECODE, "moriio"), transfer=MoriioSettings(mode="READ"))
-    other = replace(instance("d1", Role.DECODE, "moriio", "other"), transfer=reads.transfer)
-    strange = instance("d2", Role.DECODE, "unheard-of")
-
-    conflicts = connector_conflicts([writes, reads, other, instance("p1", Role.PREFILL, "x")])
-
-    (told,) = [each for each in conflicts if "mode" in each]
-    assert told == (
-        "prefill instance p0 and decode instance d0 both use connector 'moriio', but one runs in "
-        "mode WRITE, one in READ"
-    )
-    assert len(connector_conflicts([writes, strange])) == 1
-
-
-def test_nobody_pulls_by_default() -> None:
+def test_nobody_pulls_by_default(instance: InstanceOf) -> None:
     """A request that one instance serves whole stays as it is."""
     target = instance("m0", Role.MIXED)
     asked = PullContext(
@@ -396,95 +288,3 @@ def test_nobody_pulls_by_default() -> None:
     )
 
     assert {each.pull(asked) for each in connectors().values()} == {None}
-
-
-def test_a_pair_with_different_connectors_is_a_conflict() -> None:
-    """The sentence names both instances and both connectors."""
-    conflicts = connector_conflicts(
-        [instance("p0", Role.PREFILL), instance("d0", Role.DECODE, "none")]
-    )
-
-    assert len(conflicts) == 1
-    assert all(word in conflicts[0] for word in ("p0", "'nixl'", "d0", "'none'"))
-
-
-@pytest.mark.parametrize(
-    "fleet",
-    [
-        pytest.param(
-            [("p0", Role.PREFILL, "nixl", "m"), ("d0", Role.DECODE, "nixl", "m")], id="fit"
-        ),
-        pytest.param(
-            [
-                ("p0", Role.PREFILL, "nixl", "m"),
-                ("d0", Role.DECODE, "nixl", "m"),
-                ("d1", Role.DECODE, "none", "other"),
-            ],
-            id="another-model",
-        ),
-        pytest.param(
-            [
-                ("p0", Role.PREFILL, "nixl", None),
-                ("d0", Role.DECODE, "nixl", None),
-                ("d1", Role.DECODE, "none", None),
-            ],
-            id="models-unknown-but-one-fits",
-        ),
-        pytest.param(
-            [
-                ("p0", Role.PREFILL, "nixl", "m"),
-                ("d0", Role.DECODE, "nixl", "m"),
-                ("p1", Role.PREFILL, "mooncake", "m"),
-                ("d1", Role.DECODE, "mooncake", "m"),
-            ],
-            id="two-whole-pairs",
-        ),
-        pytest.param(
-            [("p0", Role.PREFILL, "nixl", "m"), ("e0", Role.MIXED, "none", "m")], id="mixed"
-        ),
-    ],
-)
-def test_fleets_without_a_conflict(fleet: list[tuple[str, Role, str, str | None]]) -> None:
-    """Nothing is refused that may be right."""
-    assert connector_conflicts([instance(*each) for each in fleet]) == []
-
-
-def test_a_prefill_instance_that_fits_nobody_is_a_conflict_before_models_are_known() -> None:
-    """At configuration time there is nothing else to go by."""
-    conflicts = connector_conflicts(
-        [
-            instance("p0", Role.PREFILL, "nixl", None),
-            instance("d0", Role.DECODE, "none", None),
-        ]
-    )
-
-    assert len(conflicts) == 1
-
-
-@pytest.mark.parametrize(
-    ("connectors_of", "pairs"),
-    [
-        pytest.param(
-            {"p0": "nixl", "p1": "mooncake", "d0": "nixl"}, [("p1", "d0")], id="no-decode"
-        ),
-        pytest.param({"p0": "nixl", "d0": "nixl", "d1": "none"}, [("p0", "d1")], id="no-prefill"),
-        pytest.param(
-            {"p0": "nixl", "p1": "nixl", "d0": "none", "d1": "none"},
-            [("p0", "d0"), ("p1", "d0"), ("p0", "d1")],
-            id="nobody-fits",
-        ),
-    ],
-)
-def test_only_who_has_no_partner_is_a_conflict(
-    connectors_of: dict[str, str], pairs: list[tuple[str, str]]
-) -> None:
-    """Each once, with one that it could be made to fit."""
-    roles = {"p": Role.PREFILL, "d": Role.DECODE}
-    told = connector_conflicts(
-        [instance(name, roles[name[0]], connector) for name, connector in connectors_of.items()]
-    )
-
-    assert len(told) == len(pairs)
-    assert [
-        all(name in sentence for name in pair) for sentence, pair in zip(told, pairs, strict=True)
-    ] == [True] * len(pairs)
