@@ -48,8 +48,13 @@ class RedisServer:
         self._prefixes = count(1)
 
     def settings(self, **more: object) -> RedisSettings:
-        """Settings under a prefix of their own, so that each caller finds an empty index."""
-        chosen = {"url": self.url, "prefix": f"t{next(self._prefixes)}", **more}
+        """Settings under a prefix of their own, so that each caller finds an empty index.
+
+        They are patient: a starved machine may need seconds for an answer, and then a fault is
+        counted that the test didn't plant. Only tests of what is late name shorter times.
+        """
+        patient = dict.fromkeys(("connect_timeout_s", "read_timeout_s", "write_timeout_s"), 20.0)
+        chosen = {"url": self.url, "prefix": f"t{next(self._prefixes)}", **patient, **more}
         return RedisSettings(**chosen)  # type: ignore[arg-type]
 
     def start(self, *options: str) -> None:

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import yaml
 
@@ -130,10 +131,10 @@ async def stack(
     roles = ["prefill", "prefill", "decode", "decode"]
     settings = {
         "port": port,
-        "redis": {"url": redis.url},
+        "redis": msgspec.to_builtins(redis.settings()),
         "indexer": {"status_port": status_port},
         # A busy machine must not make a lookup fail: overlaps are compared one by one.
-        "routing": {"lookup_timeout_s": 1.0},
+        "routing": {"lookup_timeout_s": 5.0},
         "instances": [{"url": url, "role": role} for url, role in zip(engines, roles, strict=True)],
     }
     config = tmp_path / "kvlb.yaml"

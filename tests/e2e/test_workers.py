@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -144,9 +145,9 @@ async def around(
     redis = own_redis()
     redis.start()
     settings = {
-        "redis": {"url": redis.url},
+        "redis": msgspec.to_builtins(redis.settings()),
         "indexer": {"status_port": status_port},
-        "routing": {"lookup_timeout_s": 1.0},
+        "routing": {"lookup_timeout_s": 5.0},
         "instances": [{"url": url} for url in engines],
         "drain_s": 20,
     }

@@ -30,11 +30,28 @@ from simulator.core.settings import EngineSettings
 END = b"\xff" * 8
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+class Reserved:
+    """Ports that no other process is given while the test runs, whether or not it listens there now.
+
+    The system hands out what is merely unused at the moment, and several test processes ask it. A
+    socket that is bound and doesn't listen refuses connections, and shares its port with one that
+    comes to listen.
+    """
+
+    def __init__(self, until: ExitStack) -> None:
+        self._until = until
+
+    def port(self) -> int:
+        holder = self._until.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        return int(holder.getsockname()[1])
+
+
+@pytest.fixture
+def reserved() -> Iterator[Reserved]:
+    with ExitStack() as stack:
+        yield Reserved(stack)
 
 
 class Publisher:
@@ -42,14 +59,15 @@ class Publisher:
 
     def __init__(
         self,
+        reserved: Reserved,
         *,
         topic: bytes = b"",
         has_topic_frame: bool = True,
         ring: int = 10_000,
         connect_to: str | None = None,
     ) -> None:
-        self.port = free_port()
-        self.replay_port = free_port()
+        self.port = reserved.port()
+        self.replay_port = reserved.port()
         self.events = f"tcp://127.0.0.1:{self.port}"
         self.replay = f"tcp://127.0.0.1:{self.replay_port}"
         self.ts = 1000.0
@@ -73,6 +91,7 @@ class Publisher:
         self._router = self._context.socket(zmq.ROUTER)
         for each in (self._live, self._router):
             each.linger = 0
+            each.sndhwm = 0  # nothing is lost but what the test drops
         try:
             if self._connect_to:
                 self._live.connect(self._connect_to)
@@ -98,7 +117,7 @@ class Publisher:
     async def restart(self) -> None:
         """Another process on the same ports: numbers begin at 0, the ring is empty."""
         self._close_sockets()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while True:
                 try:
                     self._open()
@@ -109,7 +128,7 @@ class Publisher:
 
     async def subscribed(self) -> None:
         """Wait until somebody listens."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await self._live.recv() == b"\x01"
 
     def encode(self, events: Sequence[Any], ts: float | None = None) -> bytes:
@@ -157,7 +176,7 @@ class Publisher:
 
 
 async def _eventually(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             if is_so():
                 return
@@ -174,12 +193,12 @@ Publishing = Callable[..., AbstractAsyncContextManager[Publisher]]
 
 
 @pytest.fixture
-def publishing() -> Publishing:
+def publishing(reserved: Reserved) -> Publishing:
     """Make a publisher that runs inside `async with`."""
 
     @asynccontextmanager
     async def run(**options: Any) -> AsyncIterator[Publisher]:
-        publisher = Publisher(**options)
+        publisher = Publisher(reserved, **options)
         try:
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(publisher.run())
@@ -238,7 +257,7 @@ def indexing(
     ) -> AsyncIterator[tuple[IndexerService, BlockIndex]]:
         config = IndexerConfig(
             **{
-                "replay_timeout_s": 0.5,
+                "replay_timeout_s": 5.0,
                 "discovery_interval_s": 0.1,
                 "discovery_retry_s": 0.05,
                 "rebuild_interval_s": 0.05,
@@ -280,12 +299,12 @@ class EngineHttp:
 
 
 @pytest.fixture
-def engine_http() -> Callable[..., AbstractAsyncContextManager[EngineHttp]]:
+def engine_http(reserved: Reserved) -> Callable[..., AbstractAsyncContextManager[EngineHttp]]:
     """Make an engine's HTTP server that runs inside `async with`."""
 
     @asynccontextmanager
     async def run(port: int | None = None) -> AsyncIterator[EngineHttp]:
-        port = port or free_port()
+        port = port or reserved.port()
         engine = EngineHttp(port)
         server = uvicorn.Server(
             uvicorn.Config(_engine_app(engine), port=port, log_level="error", lifespan="off")
@@ -327,9 +346,9 @@ def _engine_app(engine: EngineHttp) -> FastAPI:
 
 
 @pytest.fixture
-def unused_url() -> str:
+def unused_url(reserved: Reserved) -> str:
     """An address where nobody listens."""
-    return f"http://127.0.0.1:{free_port()}"
+    return f"http://127.0.0.1:{reserved.port()}"
 
 
 @pytest.fixture

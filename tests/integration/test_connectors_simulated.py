@@ -1,7 +1,6 @@
 """Every connector end to end: kvlb's own process over simulated engines that insist on its fields."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -136,7 +135,7 @@ class Stage:
         return await self.http.post("/v1/completions", json=body(number, **fields))
 
     async def until(self, is_so: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not await is_so():  # noqa: ASYNC110 - another process would be asked so, too
                 await asyncio.sleep(0.005)
 
@@ -244,7 +243,7 @@ async def test_a_prefill_engine_killed_during_its_leg_is_replaced(
 async def running_prefill(stage: Stage) -> RunningEngine:
     """Wait until one of the prefill engines computes; it is that one."""
     sources = [each for each in stage.fleet.engines if each.role == "prefill"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             for each in sources:
                 if any(rank.in_flight for rank in each.engine.ranks):
@@ -272,7 +271,7 @@ async def test_a_decode_engine_killed_before_its_first_byte_is_replaced(
 async def loading_decode(stage: Stage) -> RunningEngine:
     """Wait until one of the decode engines has the request; it is that one."""
     targets = [each for each in stage.fleet.engines if each.role == "decode"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             for each in targets:
                 if any(rank.in_flight for rank in each.engine.ranks):
@@ -318,7 +317,7 @@ async def finished_prefill(stage: Stage) -> RunningEngine:
     """Wait until one of the prefill engines has computed while decode is still reading."""
     sources = [each for each in stage.fleet.engines if each.role == "prefill"]
     decode = stage.engine("d0").engine
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             done = [each for each in sources if has_answered(each)]
             if done and any(rank.in_flight for rank in decode.ranks):
@@ -544,7 +543,6 @@ def announce(engines: RunningFleet, case: Case, port: int) -> None:
 
 
 @pytest.fixture
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
+def unused_port(reserved: Any) -> int:
+    port: int = reserved.port()
     return port

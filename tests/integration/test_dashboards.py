@@ -112,7 +112,7 @@ def labels_of(name: str) -> set[str]:
 def run(*command: str | Path) -> str:
     """Run a program of the Debian package `prometheus`; fail with what it printed."""
     assert shutil.which(str(command[0])), "run .ci/setup-services: it installs what tests need"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -37,7 +37,7 @@ async def up(fleet: str) -> AsyncIterator[httpx.AsyncClient]:
 
 async def until(http: httpx.AsyncClient, condition: Any, count: int) -> None:
     """Wait until `count` ranks fulfil `condition`."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             status = (await http.get("/status")).json()
             ranks = [rank["index"] for each in status["instances"] for rank in each["ranks"]]

@@ -64,7 +64,7 @@ class Stage:
         return newest
 
     async def until(self, is_so: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not await is_so():  # noqa: ASYNC110 - another process would be asked so, too
                 await asyncio.sleep(0.005)
 
@@ -259,7 +259,7 @@ async def test_an_encode_engine_killed_during_its_leg_is_replaced(
 
 async def encoding_engine(stage: Stage) -> RunningEngine:
     """Wait until an encode engine has a leg; it is that one."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             for each in stage.fleet.engines:
                 if each.role == "encode" and stage.legs(each.name):

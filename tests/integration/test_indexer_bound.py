@@ -48,7 +48,7 @@ async def overlap(index: BlockIndex, name: int, blocks: int = 1) -> int:
 
 async def is_written(index: BlockIndex, name: int, blocks: int = 1) -> None:
     """Wait, with a deadline: Redis has it a little later than the tables."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             if await overlap(index, name, blocks) == blocks:
                 return

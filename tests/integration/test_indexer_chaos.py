@@ -90,7 +90,7 @@ async def test_killed_process_leaves_nothing_and_the_next_is_followed(
         epoch = 0
         for life in range(1, 5):
             async with process(ports, life):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     # Far enough, some lives, to hide behind a number that only rises.
                     await service.until(
                         R0,
@@ -107,7 +107,7 @@ async def test_killed_process_leaves_nothing_and_the_next_is_followed(
                 assert await held(index, life - 1) == 0
                 # It goes on publishing, and batches count a moment before their number does: as many
                 # as one update held, since lookups have a connection of their own.
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(20):
                     await service.until(R0, lambda now, blocks=blocks: now.last_seq + 1 >= blocks)
 
 
@@ -199,6 +199,6 @@ async def test_instances_that_come_and_go_leave_nothing(
 
         assert service.index_size.entries == 0
         assert "gpu-" not in generate_latest(registry).decode()
-        assert len(asyncio.all_tasks()) == tasks
+        await eventually(lambda: len(asyncio.all_tasks()) <= tasks)
         # ZMQ closes sockets in a thread of its own, which it opens with the first of them.
         await eventually(lambda: open_files() <= files + 5)

@@ -440,7 +440,7 @@ async def test_rank_found_while_its_instance_is_renamed_has_the_new_name(
         publishing() as publisher,
         httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
         asyncio.TaskGroup() as group,
-        asyncio.timeout(10),
+        asyncio.timeout(20),
     ):
         sources = {"0": published(publisher)}
         old, new = (InstanceSource(url="http://127.0.0.1:1", alias=name) for name in ("old", "new"))

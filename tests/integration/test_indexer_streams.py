@@ -197,7 +197,7 @@ async def test_silent_replay_socket_stops_nothing(publishing: Any, indexing: Any
     async with publishing() as engine:
         engine.is_mute = True
         engine.next_seq = 7
-        async with indexing(source(engine), replay_timeout_s=0.05) as (service, index):
+        async with indexing(source(engine), replay_timeout_s=0.25) as (service, index):
             await engine.subscribed()
             engine.publish(stored(1))
             status = await service.caught_up(R0, 7)
@@ -210,14 +210,14 @@ async def test_lost_gap_is_healed_once_replay_answers_again(publishing: Any, ind
     """A degraded rank whose beginning is still buffered is told its life again."""
     async with (
         publishing() as engine,
-        indexing(source(engine), replay_timeout_s=0.05) as (
+        indexing(source(engine), replay_timeout_s=0.25) as (
             service,
             index,
         ),
     ):
         await engine.subscribed()
         engine.publish(stored(1))
-        await service.caught_up(R0, 0)
+        await service.until(R0, lambda now: now.last_seq == 0 and now.trust is Trust.EXACT)
         engine.is_mute = True
         engine.publish(stored(2, parent=1, first=1), drop=True)
         engine.publish(stored(3, parent=2, first=2))
@@ -444,6 +444,7 @@ async def test_follow_shows_batches_and_the_repair_of_a_gap(publishing: Any) -> 
         async with asyncio.TaskGroup() as group:
             following = group.create_task(follow(rank, on_item, config=Config()))
             await joined.wait()
+            await engine.subscribed()
             engine.publish(stored(1))
             engine.publish(CLEARED, drop=True)
             engine.publish_payload(b"garbage", drop=True)

@@ -73,7 +73,7 @@ async def test_orphans_ask_for_the_beginning_without_waiting_for_the_next_turn(
     async with publishing() as engine:
         engine.is_mute = True
         engine.publish(stored(1), drop=True)
-        settings = {"replay_timeout_s": 0.05, "rebuild_interval_s": HOUR_S}
+        settings = {"replay_timeout_s": 0.25, "rebuild_interval_s": HOUR_S}
         async with indexing(source(engine), **settings) as (service, index):
             await engine.subscribed()
             engine.publish(removed(99))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from balancer.core.settings.control import ProbeSettings, TokensSettings
+from balancer.core.settings.routing import RoutingSettings
 from kvlb.running import running_kvlb
 from kvlb.settings import Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
@@ -37,7 +38,7 @@ class Stage:
 
     async def until(self, condition: Callable[[Any], object]) -> None:
         """Wait, with a deadline, for a status that fulfils `condition`."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while True:
                 if condition((await self.http.get("/status")).json()):
                     return
@@ -69,6 +70,7 @@ def staging(request: pytest.FixtureRequest) -> Staging:
                 load_settings(None, Overrides(instances=options, port=0), {}),
                 tokens=TokensSettings(deadline_s=10.0),
                 probes=ProbeSettings(interval_s=0.05),
+                routing=RoutingSettings(lookup_timeout_s=5.0),
                 redis=redis,
             )
             async with (

@@ -122,7 +122,7 @@ def test_balancer_with_an_impossible_port_is_refused(
 
 async def until_printed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
     printed = ""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while text not in printed:
             printed += capsys.readouterr().out
             await asyncio.sleep(0.01)

@@ -14,5 +14,5 @@ async def test_signals_ask_for_a_stop(number: signal.Signals) -> None:
     """Both ways to end a process drain it."""
     with stop_event() as stop:
         os.kill(os.getpid(), number)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await stop.wait()

@@ -41,7 +41,7 @@ class Screen:
         return [line for line in self.lines if line["what"] == what]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not holds():
                 self._grown.clear()
                 await self._grown.wait()

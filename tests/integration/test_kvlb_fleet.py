@@ -22,7 +22,7 @@ KEY = {"x-api-key": "k"}
 
 
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(20):
         while True:
             if await is_so():
                 return
@@ -41,7 +41,7 @@ def write(file: Path, urls: list[str], redis: RedisSettings | None = None, **mor
         "port": 0,
         "indexer": {"status_port": 0},
         "admin": {"api_key": "k"},
-        "routing": {"lookup_timeout_s": 1.0},
+        "routing": {"lookup_timeout_s": 5.0},
         "probes": {"interval_s": 0.1},
         "instances": [{"url": url} for url in urls],
         **({"redis": msgspec.to_builtins(redis)} if redis else {}),
@@ -113,7 +113,7 @@ async def test_added_instance_is_followed_and_survives_a_reload(
             return bool(rank.get("index")) and rank["index"]["trust"] == "exact"
 
         await until(is_exact)
-        write(file, [first], routing={"policy": "round_robin", "lookup_timeout_s": 1.0})
+        write(file, [first], routing={"policy": "round_robin", "lookup_timeout_s": 5.0})
 
         async def is_reloaded() -> bool:
             config = (await kvlb.get("/status")).json()["config"]

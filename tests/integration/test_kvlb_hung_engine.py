@@ -49,7 +49,7 @@ async def test_requests_that_wait_for_an_engine_that_hangs_are_served_elsewhere(
 
 
 async def until_well(http: httpx.AsyncClient, engines: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             instances = (await http.get("/status")).json()["instances"]
             if sum(each["healthy"] for each in instances) == engines:
@@ -70,6 +70,6 @@ async def busy(engines: tuple[RunningEngine, ...]) -> RunningEngine:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not is_so():  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.002)

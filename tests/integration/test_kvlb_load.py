@@ -48,7 +48,7 @@ async def test_ends_at_a_signal() -> None:
         asyncio.TaskGroup() as group,
     ):
         sending = group.create_task(send_load(options(fleet.engines[0].url, requests=None)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while True:
                 if any(rank.in_flight for rank in fleet.engines[0].engine.ranks):
                     break
@@ -91,7 +91,7 @@ async def test_waits_for_a_model(endpoint: Endpoint) -> None:
 async def test_counts_are_waited_for() -> None:
     """Failed requests count towards the last one as well."""
     counts = LoadCounts()
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         group.create_task(counts.reached(2))
         counts.add_failure()
         await asyncio.sleep(0)
@@ -133,7 +133,7 @@ def test_waiting_for_a_model_ends_with_the_reason(
 
     async def send() -> None:
         async with endpoint(answer) as url:
-            await send_load(replace(options(url, model=None), wait_s=0.2))
+            await send_load(replace(options(url, model=None), wait_s=1.5))
 
-    with pytest.raises(PeerError, match=f"no model within 0.2 s .*{says}"):
+    with pytest.raises(PeerError, match=f"no model within 1.5 s .*{says}"):
         run_command(send())

@@ -73,7 +73,7 @@ async def test_lines_of_requests_are_written_together_soon(
     log.request_done(record(2))
     assert written(out) == []
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await flushed.wait()
     assert [each["request_id"] for each in written(out)] == ["r1", "r2"]
 

@@ -241,7 +241,7 @@ async def test_pods_come_and_go() -> None:
                 "port": 0,
                 "resolve_interval_s": 0.1,
                 "probes": {"interval_s": 0.1},
-                "routing": {"lookup_timeout_s": 1.0},
+                "routing": {"lookup_timeout_s": 5.0},
                 "discovery": [{"dns": "pods", "port": port}],
             }
             stop = asyncio.Event()
@@ -275,7 +275,7 @@ async def test_pods_come_and_go() -> None:
 
 async def _exact(http: httpx.AsyncClient, urls: set[str]) -> None:
     """Wait until these are the fleet, each available and followed exactly."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(20):
         while True:
             shown = (await http.get("/status")).json()["instances"]
             well = {
@@ -303,7 +303,7 @@ async def test_instance_that_moved_is_followed_anew(publishing: Any, indexing: A
             for each in (moving, staying):
                 await each.subscribed()
                 each.publish(stored)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 before = await service.until(rank, lambda now: now.held_blocks == 1)
                 kept = await service.until(other, lambda now: now.held_blocks == 1)
                 service.follow_anew([rank.instance, InstanceId("http://unknown:1")])

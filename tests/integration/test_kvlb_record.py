@@ -359,7 +359,7 @@ class Balancer:
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
     """Wait, with a deadline, for what nobody announces."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             if await holds():
                 return

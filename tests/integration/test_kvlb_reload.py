@@ -45,7 +45,7 @@ class Watched:
 
     async def logged(self, event: str, times: int = 1) -> dict[str, Any]:
         """Wait for the line, the last one of `times`."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while True:
                 found: list[dict[str, Any]] = [x for x in self.log if x["event"] == event]
                 if len(found) >= times:

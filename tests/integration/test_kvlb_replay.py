@@ -189,7 +189,7 @@ async def test_signal_ends_it_with_a_report(trace: Path) -> None:
             trace=trace, url=fleet.engines[0].url, model="sim", pace=Pace(speed=0.001)
         )
         sending = group.create_task(send(options))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while True:
                 if any(rank.in_flight for rank in fleet.engines[0].engine.ranks):
                     break
@@ -204,8 +204,8 @@ async def test_signal_ends_it_with_a_report(trace: Path) -> None:
 
 async def test_nothing_is_sent_above_the_limit_in_flight(trace: Path) -> None:
     """Sent later, it would be no open loop."""
-    slow = EngineSettings(prefill_tokens_per_s=100.0)
-    options = SendOptions(max_in_flight=1, timeout_s=0.5)
+    slow = EngineSettings(prefill_tokens_per_s=10.0)
+    options = SendOptions(max_in_flight=1, timeout_s=1.5)
     async with simulated_fleet(parse_fleet("1"), slow) as fleet:
         replayed = await send(
             ReplayOptions(

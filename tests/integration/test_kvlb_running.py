@@ -47,7 +47,7 @@ async def up(fleet: str = "1p1d") -> AsyncIterator[RunningKvlb]:
 
 
 async def until_ready(kvlb: RunningKvlb, engines: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             status = await get_json(f"{kvlb.url}/status")
             ranks = [rank["index"] for each in status["instances"] for rank in each["ranks"]]

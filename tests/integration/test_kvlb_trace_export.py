@@ -93,7 +93,7 @@ async def test_collector_that_is_gone_costs_spans_only() -> None:
     """The end of the process is late by seconds at most, and the log says why."""
     settings = TracingSettings(endpoint="http://127.0.0.1:9")
     with capture_logs() as log:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             async with open_tracing(settings) as tracing:
                 trace_one(tracing)
 

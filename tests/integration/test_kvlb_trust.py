@@ -74,7 +74,7 @@ async def up(fleet: str = "1", *, is_ready_at: str, **engine: Any) -> AsyncItera
 
 
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             if await is_so():
                 return

@@ -1,9 +1,7 @@
 """The index on a real cluster of three nodes: models are spread, the ranks of one model are not."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +22,6 @@ from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.keys import model_keys
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
-from indexer.redis_index.settings import RedisSettings
 
 SIZE = 4
 MODELS = [f"model-{number}" for number in range(12)]
@@ -53,8 +50,10 @@ class Cluster:
     nodes: Sequence[Any]
     ports: Sequence[int]
 
-    def settings(self, **more: Any) -> RedisSettings:
-        return RedisSettings(url=f"redis://127.0.0.1:{self.ports[0]}", **more)
+    def settings(self, **more: Any) -> Any:
+        return self.nodes[0].settings(
+            url=f"redis://127.0.0.1:{self.ports[0]}", prefix="kvlb", **more
+        )
 
     def keys(self, node: int) -> set[str]:
         found: str = self.nodes[node].command("--scan")
@@ -64,22 +63,14 @@ class Cluster:
         return next(at for at, (first, last) in enumerate(RANGES) if first <= slot <= last)
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
 @pytest.fixture
-async def cluster(own_redis: Callable[..., Any]) -> Cluster:
+async def cluster(own_redis: Callable[..., Any], reserved: Any) -> Cluster:
     """With all slots served."""
-    ports = free_ports(6)
+    ports = [reserved.port() for _ in range(6)]
     nodes = [own_redis() for _ in range(3)]
     for node, port, bus, (first, last) in zip(nodes, ports[:3], ports[3:], RANGES, strict=True):
         own = ("--port", str(port), "--bind", "127.0.0.1", "--cluster-port", str(bus))
-        node.start("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *own)
+        node.start("--cluster-enabled", "yes", "--cluster-node-timeout", "5000", *own)
         node.command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
         nodes[0].command("CLUSTER", "MEET", "127.0.0.1", str(port), str(bus))
     async with asyncio.timeout(30):

@@ -71,7 +71,7 @@ async def test_deadline_costs_only_who_missed_it(connecting: Connecting, own_red
     """The connection stays, and the next answer isn't the last question's."""
     server = own_redis()
     server.start()
-    async with connecting(server.settings(write_timeout_s=0.2)) as connection:
+    async with connecting(server.settings(write_timeout_s=1.0)) as connection:
         await connection.ping()
         server.pause()
         with pytest.raises(IndexUnavailableError, match="in time"):
@@ -107,7 +107,7 @@ async def test_something_else_on_that_port_is_no_index(connecting: Connecting) -
 
     async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
         url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with connecting(RedisSettings(url=url)) as connection:
+        async with connecting(RedisSettings(connect_timeout_s=20.0, url=url)) as connection:
             with pytest.raises(IndexUnavailableError, match="no connection"):
                 await connection.ping()
 
@@ -155,12 +155,16 @@ async def test_encrypted_connection_checks_who_answers(
     server = own_redis("--tls-port", port, "--tls-auth-clients", "no")
     server.start("--tls-cert-file", str(certificate), "--tls-key-file", str(key))
     url = f"rediss://localhost:{port}/2"
-    async with connecting(RedisSettings(url=f"{url}?ssl_ca_certs={certificate}")) as connection:
+    async with connecting(
+        RedisSettings(connect_timeout_s=20.0, url=f"{url}?ssl_ca_certs={certificate}")
+    ) as connection:
         await connection.ask("SET", "here", "1")
-    async with connecting(RedisSettings(url=url)) as connection:
+    async with connecting(RedisSettings(connect_timeout_s=20.0, url=url)) as connection:
         with pytest.raises(IndexUnavailableError, match="SSLCertVerificationError"):
             await connection.ping()
-    async with connecting(RedisSettings(url=f"{url}?ssl_cert_reqs=none")) as connection:
+    async with connecting(
+        RedisSettings(connect_timeout_s=20.0, url=f"{url}?ssl_cert_reqs=none")
+    ) as connection:
         await connection.ping()
 
     assert server.command("-n", "2", "GET", "here") == "1"
@@ -176,9 +180,9 @@ async def test_server_may_want_to_know_who_asks(
     server.start("--tls-cert-file", str(certificate), "--tls-key-file", str(key))
     url = f"rediss://localhost:{port}?ssl_ca_certs={certificate}"
     ours = f"&ssl_certfile={certificate}&ssl_keyfile={key}"
-    async with connecting(RedisSettings(url=url + ours)) as connection:
+    async with connecting(RedisSettings(connect_timeout_s=20.0, url=url + ours)) as connection:
         await connection.ping()
-    async with connecting(RedisSettings(url=url)) as connection:
+    async with connecting(RedisSettings(connect_timeout_s=20.0, url=url)) as connection:
         with pytest.raises(IndexUnavailableError, match="no connection"):
             await connection.ping()
 
@@ -186,7 +190,9 @@ async def test_server_may_want_to_know_who_asks(
 def test_certificate_that_is_not_there_is_refused() -> None:
     """Before anything connects, by the key to change."""
     with pytest.raises(ValueError, match="url"):
-        RedisConnection(RedisSettings(url="rediss://localhost?ssl_ca_certs=/nowhere"))
+        RedisConnection(
+            RedisSettings(connect_timeout_s=20.0, url="rediss://localhost?ssl_ca_certs=/nowhere")
+        )
 
 
 async def test_server_that_evicts_is_warned_of(connecting: Connecting, own_redis: Any) -> None:

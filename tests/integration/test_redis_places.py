@@ -22,7 +22,7 @@ async def test_no_more_than_so_many_at_once() -> None:
         await asyncio.sleep(0)
         was_in = entered.is_set()
         await first.aclose()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await entered.wait()
 
     assert not was_in
@@ -31,9 +31,9 @@ async def test_no_more_than_so_many_at_once() -> None:
 async def test_nobody_waits_long() -> None:
     """A Redis that hangs keeps the places; the others find out for themselves."""
     places = Places(1)
-    async with places.one(), asyncio.timeout(5), places.one(), places.one():
+    async with places.one(), asyncio.timeout(20), places.one(), places.one():
         pass
-    async with asyncio.timeout(5), places.one():
+    async with asyncio.timeout(20), places.one():
         is_full = places.are_taken
 
     assert is_full

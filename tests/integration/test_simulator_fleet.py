@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from random import SystemRandom
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 
 from simulator.core.errors import SettingsError
 from simulator.core.settings import EngineSettings
+from simulator.ports import find_free_ports
 from simulator.service import FleetSpec, RunningEngine, RunningFleet, running_fleet
 from simulator.workload import WorkloadShape, conversations
 
@@ -73,7 +75,7 @@ async def state(client: httpx.AsyncClient, engine: RunningEngine) -> dict[str, A
 
 async def wait_for_one(client: httpx.AsyncClient, engine: RunningEngine, name: str) -> None:
     """Wait until a figure of the engine's state is 1."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             if (await state(client, engine))[name] == 1:
                 return
@@ -225,7 +227,7 @@ async def test_prefill_queue_goes_on_when_decode_frees_blocks(client: httpx.Asyn
             other = group.create_task(complete(client, prefill, prompt="other " * 50, max_tokens=1))
             await wait_for_one(client, prefill, "waiting")
             await complete(client, decode, kv_transfer_params=params)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 answer = await other
 
     assert answer.status_code == 200
@@ -273,10 +275,10 @@ async def test_port_in_use_is_an_error_and_leaves_nothing_open() -> None:
 
 async def test_event_port_in_use_is_an_error_too() -> None:
     """The event ports are waited for, since a restart frees them late, but not for ever."""
-    async with running_fleet(FleetSpec.parse("1"), engine=FAST) as fleet:
-        port = int(fleet.engines[0].url.rpartition(":")[2])
+    first = find_free_ports("127.0.0.1", 6, SystemRandom())
+    async with running_fleet(FleetSpec.parse("1"), engine=FAST, base_port=first + 1):
         with pytest.raises(ExceptionGroup) as raised:
-            async with running_fleet(FleetSpec.parse("1"), engine=FAST, base_port=port - 1):
+            async with running_fleet(FleetSpec.parse("1"), engine=FAST, base_port=first):
                 pass
 
         assert raised.group_contains(TimeoutError, match="in use")

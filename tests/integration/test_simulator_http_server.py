@@ -29,6 +29,6 @@ async def test_a_connection_that_is_being_accepted_dies_with_the_server(turns: i
 
         await server.stop()
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             with suppress(ConnectionResetError):  # as good as an end
                 assert await asyncio.get_running_loop().sock_recv(client, 1) == b""

@@ -76,7 +76,7 @@ async def serving(app: Any) -> AsyncIterator[Server]:
     server = Server(app)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(server.serve())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await server.listening.wait()
         try:
             yield server
@@ -155,7 +155,7 @@ class StubEngine:
 
     async def wait_for_calls(self, path: str, count: int) -> None:
         """Wait until `path` was called `count` times since the start."""
-        async with asyncio.timeout(5), self._called:
+        async with asyncio.timeout(20), self._called:
             await self._called.wait_for(lambda: self.calls(path) >= count)
 
     async def _told(self, path: str) -> Answer:
@@ -237,7 +237,7 @@ async def engine(engine_factory: EngineFactory) -> AsyncIterator[StubEngine]:
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
     """Control calls without keys."""
-    async with EngineClient(api_keys={}, timeout_s=2.0) as made:
+    async with EngineClient(api_keys={}, timeout_s=5.0) as made:
         yield made
 
 
@@ -307,7 +307,7 @@ class Balancer:
 
     async def available(self, count: int = 1) -> None:
         """Wait until `count` instances are available."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await self.app.keeper.wait_for(
                 lambda fleet: sum(each.is_available for each in fleet.instances) >= count
             )
@@ -353,7 +353,7 @@ def balancer_factory() -> Callable[..., AbstractAsyncContextManager[Balancer]]:
             )
             url = f"http://127.0.0.1:{await port}"
             try:
-                async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5) as http:
+                async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as http:
                     yield Balancer(url=url, http=http, index=index, app=app, stop=stop)
             finally:
                 stop.set()

@@ -34,7 +34,7 @@ async def breaker_of(balancer: Any, alias: str) -> dict[str, Any]:
 
 
 async def until(is_so: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             if await is_so():
                 return
@@ -138,7 +138,7 @@ async def test_comparison_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
     looked.clear()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(reliability.run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await looked.wait()
         task.cancel()
 

@@ -120,7 +120,7 @@ async def test_sleeper_that_was_restarted_is_awake(engine: Any, balancer_factory
         await tell(balancer, "/sleep")
         refused = await balancer.http.post("/v1/completions", json=IDS)
         engine.health_status = 500
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await balancer.app.keeper.wait_for(lambda fleet: not fleet.instances[0].healthy)
         engine.health_status = 200
         await balancer.available()
@@ -139,7 +139,7 @@ async def test_loaded_adapter_can_be_asked_for_soon(
             await balancer.available()
             engine.adapters = ("sql",)
             await tell(balancer, "/v1/load_lora_adapter", json={"lora_name": "sql"})
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 await balancer.app.keeper.wait_for(
                     lambda fleet: "sql" in (fleet.instances[0].models or _NO_MODELS).adapters
                 )

@@ -16,7 +16,7 @@ async def post(balancer: Any, path: str, body: Any, **headers: str) -> Any:
 
 
 async def until_gone(balancer: Any, instance: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await balancer.app.keeper.wait_for(
             lambda fleet: all(each.id != instance for each in fleet.instances)
         )

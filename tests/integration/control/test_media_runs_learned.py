@@ -109,7 +109,7 @@ class Eyes:
 
     async def learned(self, body: dict[str, Any]) -> PromptView:
         """Read until its media are known."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             view = await self.read(body)
             while view.source != "with_media":
                 await asyncio.sleep(0.005)
@@ -207,7 +207,7 @@ async def test_engine_that_writes_another_prompt_is_left_alone(engine: Any, seei
     body = chat("Look: " * 20, picture("a"))
     engine.answers[RENDER] = rendered(body, token_ids=[1, 2, 3])
     async with seeing(engine) as eyes:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while engine.calls(RENDER) < MAX_SURPRISES:
                 await eyes.read(body)
         sources = [(await eyes.read(body)).source for _ in range(2 * WAITING)]
@@ -239,7 +239,7 @@ async def test_engine_that_does_not_render_is_not_asked_again(
     async with engine_factory() as old, seeing(old) as eyes:
         await eyes.read(body)
         await old.wait_for_calls(RENDER, 1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while eyes.watch.willing(eyes.fleet, "tiny"):
                 await eyes.read(body)
         await eyes.read(body)

@@ -19,7 +19,7 @@ MARK = "x-kvlb-balancer"
 
 async def reason_of(balancer: Any, url: str) -> str:
     """Why `url` gets nothing, once it was probed."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         fleet = await balancer.app.keeper.wait_for(
             lambda now: any(
                 each.id == url and each.unhealthy_reason != "not_probed" for each in now.instances

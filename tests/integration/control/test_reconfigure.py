@@ -17,7 +17,7 @@ def configure(**data: Any) -> BalancerConfig:
 
 
 async def all_available(app: App, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await app.keeper.wait_for(
             lambda fleet: (
                 len(fleet.instances) == count and all(x.is_available for x in fleet.instances)

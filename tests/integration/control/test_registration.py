@@ -19,7 +19,7 @@ from balancer.fleet.registration import RegistrationService
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}
 # A connector that is there whatever else is.
-SETTINGS = {"port": 0, "connector": "nixl", "silent_s": 0.4, "remove_s": 1.0}
+SETTINGS = {"port": 0, "connector": "nixl", "silent_s": 1.5, "remove_s": 3.0}
 
 
 def announcement(engine: Any, kind: str = "D", **more: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def port_of(balancer: Any) -> int:
 
 async def holds(balancer: Any, *expected: str | None) -> None:
     """Wait until the fleet's members are held so."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await balancer.app.keeper.wait_for(
             lambda fleet: [each.hold for each in fleet.instances] == list(expected)
         )
@@ -176,7 +176,7 @@ async def test_instance_of_the_file_is_not_replaced(engine: Any, balancer_factor
     ):
         await send(announcement(engine))
         await balancer.available()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await balancer.app.keeper.wait_for(
                 lambda fleet: fleet.instances[0].facts.registration is not None
             )

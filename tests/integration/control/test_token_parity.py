@@ -58,7 +58,7 @@ class Watched:
 
     async def outcomes(self, count: int = 1) -> Mapping[str, int]:
         """Wait until so many comparisons have ended."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             found = self._outcomes()
             while sum(found.values()) < count:
                 await asyncio.sleep(0.001)
@@ -264,7 +264,7 @@ async def test_balancer_compares_what_it_routes(
         body = {"model": "tiny", "messages": HI}
         assert (await balancer.http.post("/v1/chat/completions", json=body)).status_code == 200
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             tokens = (await balancer.http.get("/status")).json()["tokens"]
             while tokens["tiny"]["difference"] is None:
                 await asyncio.sleep(0.01)

@@ -130,12 +130,12 @@ class FakeEngine:
         self._changed = asyncio.Condition()
 
     async def wait_for_requests(self, count: int) -> None:
-        async with asyncio.timeout(5), self._changed:
+        async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: len(self.received) >= count)
 
     async def wait_for_connections(self, count: int) -> None:
         """Wait until exactly `count` connections are open."""
-        async with asyncio.timeout(5), self._changed:
+        async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: len(self._writers) == count)
 
     @asynccontextmanager
@@ -314,7 +314,7 @@ class Balancer:
         )
 
     async def wait_for_records(self, number: int) -> list[RequestRecord]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(self.records) < number:
                 self._noted.clear()
                 await self._noted.wait()
@@ -443,12 +443,12 @@ class RawClient:
         await self._writer.drain()
 
     async def read_until(self, mark: bytes) -> bytes:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await self._reader.readuntil(mark)
 
     async def read_rest(self) -> bytes:
         """Everything up to the end of the connection."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await self._reader.read()
 
     def leave(self) -> None:

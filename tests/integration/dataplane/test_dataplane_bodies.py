@@ -271,7 +271,7 @@ async def test_encoded_answer_passes_as_it_comes(
     async with (
         engine(script) as fake,
         balancer(instance(fake)) as proxy,
-        asyncio.timeout(5),
+        asyncio.timeout(20),
         client.stream("POST", proxy.url + path, json=body) as answer,
     ):
         chunks = answer.aiter_raw()

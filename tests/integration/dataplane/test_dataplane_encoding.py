@@ -132,7 +132,7 @@ async def test_where_the_consumer_may_not_encode_the_refusal_is_the_answer(
         balancer(encoder(only), instance(target, "m0"), encoded=encoded) as running,
     ):
         answer = await client.post(running.url + CHAT, json=chat("dog", "cat"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             for each in only.received:
                 await each.gone.wait()
 

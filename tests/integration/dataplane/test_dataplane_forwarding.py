@@ -92,7 +92,7 @@ async def test_stream_is_passed_as_it_comes(
     async with (
         engine(script) as fake,
         balancer(instance(fake)) as proxy,
-        asyncio.timeout(5),
+        asyncio.timeout(20),
         client.stream("POST", proxy.url + "/v1/messages", json={"model": "m"}) as answer,
     ):
         chunks = answer.aiter_raw()
@@ -135,7 +135,7 @@ async def test_equals_take_turns_and_the_busy_are_spared(
             while not busy.received:
                 arrived.clear()
                 group.create_task(client.post(proxy.url + "/tokenize", json={"model": "m"}))
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     await arrived.wait()
             for _ in range(4):
                 await client.post(proxy.url + "/tokenize", json={"model": "m"})

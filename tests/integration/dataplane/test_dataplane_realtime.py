@@ -31,7 +31,7 @@ class SocketEngine:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_closed(self, count: int = 1) -> list[tuple[int, str]]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(self.closed) < count:
                 self.changed.clear()
                 await self.changed.wait()
@@ -80,12 +80,12 @@ def opened(proxy: Any, query: str = "?model=m", **options: Any) -> connect:
 
 
 async def receive(client: ClientConnection) -> str | bytes:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         return await client.recv()
 
 
 async def ended(client: ClientConnection) -> tuple[int | None, str | None]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await client.wait_closed()
     return client.close_code, client.close_reason
 

@@ -113,7 +113,7 @@ async def test_one_trial_at_a_time(
         before, all_before = len(one.received), len(one.received) + len(other.received)
         clock.now_s += 5.0
         bad.patience.clear()
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
             for each in range(20):
                 group.create_task(ask(client, proxy, 10 + each))
             while len(one.received) + len(other.received) < all_before + 20:  # noqa: ASYNC110

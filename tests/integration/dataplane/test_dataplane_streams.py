@@ -164,7 +164,7 @@ async def test_first_token_reaches_the_client_at_once(
     async with (
         engine(script) as fake,
         balancer(instance(fake)) as proxy,
-        asyncio.timeout(5),
+        asyncio.timeout(20),
         client.stream("POST", proxy.url + CHAT, json=chat()) as answer,
     ):
         chunks = answer.aiter_raw()
@@ -313,7 +313,7 @@ async def test_slow_client_holds_its_engine_back(
         async with raw_client(proxy) as client:
             await client.post(CHAT, chat())
             before = -1
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while before != sent:
                     before = sent
                     await asyncio.sleep(0.2)

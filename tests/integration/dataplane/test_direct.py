@@ -48,11 +48,11 @@ class FakePlane:
 
     async def begun(self) -> None:
         """A first request is answered."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await self._has_begun.wait()
 
     async def next_end(self) -> BaseException | None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await self.ended.get()
 
 
@@ -68,12 +68,12 @@ class Client:
 
     async def read(self, data: bytes) -> None:
         """Expect exactly these bytes next."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await self.reader.readexactly(len(data)) == data
 
     async def read_rest(self) -> bytes:
         """Everything up to the end of the connection."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await self.reader.read()
 
     async def is_reset(self) -> bool:
@@ -250,11 +250,11 @@ async def test_whole_answer_shorter_than_its_length_breaks(connected: Connect) -
 
 async def test_idle_connection_is_closed_in_the_end(connected: Connect) -> None:
     """After the time of silence that the server was given, counted from the last answer."""
-    async with connected(echo, timeout_keep_alive=0.3) as (client, _):
+    async with connected(echo, timeout_keep_alive=1.0) as (client, _):
         for _ in range(3):
             client.send(post(b"abc"))
             await client.read(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
 
         assert await client.read_rest() == b""
 
@@ -265,17 +265,17 @@ async def test_connection_that_is_busy_is_not_idle(connected: Connect) -> None:
     async def slow(exchange: Exchange) -> None:
         body = await exchange.read_body(LIMIT_BYTES)
         if body.size_bytes == 1:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.7)
         await exchange.answer(200, ((b"content-length", b"0"),), b"")
 
     empty = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-    async with connected(slow, timeout_keep_alive=0.1) as (client, _):
+    async with connected(slow, timeout_keep_alive=0.5) as (client, _):
         client.send(post(b""))
         await client.read(empty)
         client.send(post(b"a"))
         await client.read(empty)
         client.send(post(b"abc")[:-1])
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.7)
         client.send(b"c")
         await client.read(empty)
 
@@ -385,7 +385,7 @@ async def test_body_over_the_limit_is_refused_while_it_comes(connected: Connect)
         await client.read(b"HTTP/1.1 413 ")
         client.send(b"0\r\n\r\n" + post(b"hi", path=b"/other"))
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await client.reader.readuntil(b"/other? hi")
 
 
@@ -483,7 +483,7 @@ async def test_slow_client_is_waited_for(connected: Connect) -> None:
 
     async with connected(answer) as (client, plane):
         client.send(post(b""))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await pushed.wait()
         await client.read(b"HTTP/1.1 200 OK\r\ncontent-length: 26214400\r\n\r\n")
         async with asyncio.timeout(20):
@@ -506,7 +506,7 @@ async def test_slow_client_that_leaves_is_not_waited_for(connected: Connect) -> 
 
     async with connected(answer) as (client, plane):
         client.send(post(b""))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await is_full.wait()
         client.writer.transport.abort()
 

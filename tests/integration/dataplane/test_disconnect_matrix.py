@@ -250,7 +250,7 @@ def predicted(stage: Stage) -> dict[str, int]:
 async def test_client_leaves(staged: Any, until: Any, name: str, stream: bool, fleet: str) -> None:
     """Engines see it within a second, nothing stays counted, expected, open or running."""
     phase = PHASES[name]
-    async with staged(phase, fleet) as stage, asyncio.timeout(10):
+    async with staged(phase, fleet) as stage, asyncio.timeout(20):
         proxy = stage.proxy
         tasks_before = len(asyncio.all_tasks())
         await bring_to(stage, phase, stream=stream)

@@ -65,7 +65,7 @@ async def test_everybody_who_waits_is_told() -> None:
     watched = Watched()
     for _ in range(2):
         watched.become(WELL)
-        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
             waits = [group.create_task(failed(watched)) for _ in range(3)]
             await asyncio.sleep(0)
             watched.become(UNWELL)
@@ -78,7 +78,7 @@ async def test_who_waits_for_another_engine_waits_on() -> None:
     watched = Watched()
     well = replace(WELL, id=P1)
     watched.become(WELL, well)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         first = group.create_task(failed(watched))
         second = group.create_task(failed(watched, P1))
         await asyncio.sleep(0)
@@ -118,7 +118,7 @@ async def test_limits_of_others_pass() -> None:
 async def test_until_the_prefill_leg_has_ended_nobody_looks() -> None:
     """It notices by itself, and may be slow to answer probes."""
     watched = Watched()
-    async with asyncio.timeout(5), watched.watch.over(P0), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(20), watched.watch.over(P0), asyncio.TaskGroup() as group:
         other = group.create_task(failed(watched))
         await asyncio.sleep(0)
         watched.become(UNWELL)
@@ -174,7 +174,7 @@ async def test_both_legs_run_again_when_the_prefill_engine_is_lost(
         if len(sources) > 1:
             await wire.events(b'data: {"choices":[{"text":"a"}]}\n\n', b"data: [DONE]\n\n")
             return
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while proxy.in_flight() > 1:  # noqa: ASYNC110 - until the prefill leg has ended
                 await asyncio.sleep(0.005)
         proxy.fleet = Fleet(

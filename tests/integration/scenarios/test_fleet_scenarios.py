@@ -16,7 +16,7 @@ BODY: dict[str, Any] = {"prompt": [3, 4, 5], "max_tokens": 1}
 
 async def stream(kvlb: Any, begun: asyncio.Semaphore) -> tuple[str, str]:
     """One long answer: who gave it, and all of it."""
-    length = {"max_tokens": 400, "ignore_eos": True}
+    length = {"max_tokens": 800, "ignore_eos": True}
     body = {"model": "sim", "prompt": PROMPT, "stream": True, **length}
     async with kvlb.http.stream("POST", f"{kvlb.url}/v1/completions", json=body) as answer:
         text = ""

@@ -277,7 +277,7 @@ async def test_f36_no_prompt_is_computed_by_a_decode_engine_behind_our_back(
     """All prefill engines are down and nobody may stand in: a 503 in OpenAI's form, soon."""
     async with pair_up() as stage:
         await stage.prefill.stop()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(20):
             answer = await stage.ask({"prompt": PROMPT, "max_tokens": 4})
         decodes = bodies(stage.decode)
 

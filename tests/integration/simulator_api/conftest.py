@@ -51,7 +51,7 @@ class Api:
 
     async def wait_until(self, **expected: int) -> None:
         """Wait until the state of rank 0 has these values."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while True:
                 state = await self.state()
                 if all(state[name] == value for name, value in expected.items()):

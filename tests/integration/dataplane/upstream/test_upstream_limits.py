@@ -141,7 +141,7 @@ async def test_slow_consumer_holds_the_engine_back(
     async with engine(script) as fake, opened() as upstream:
         answer = await get(upstream, fake)
         before = -1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while before != sent:
                 before = sent
                 await asyncio.sleep(0.1)
