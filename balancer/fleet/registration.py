@@ -2,6 +2,10 @@
 
 Bytes move here, nothing is decided. What is refused is counted by reason, and logged at most once
 per reason and interval; no message is answered.
+
+An engine may give its connection a name (P2P-NCCL: its ZMQ address), and has it again when it returns. If
+its host was lost the old connection still looks open here: the new one takes the name over, and peers that
+don't answer pings are let go.
 """
 
 import asyncio
@@ -24,6 +28,9 @@ from indexer.core.throttle import Throttle
 _LOG_INTERVAL_S = 10.0
 _TURN_S = 0.5
 """How often time is let pass, at least."""
+_PING_S = 10.0
+_UNANSWERED = 3
+"""Pings without an answer after which a connection is let go."""
 
 _logger = structlog.stdlib.get_logger(__name__)
 
@@ -39,6 +46,7 @@ class RegistrationService:
         port: int,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        ping_s: float = _PING_S,
     ) -> None:
         """Listen at once. Raises ConfigError if the port can't be had."""
         self.refused: Counter[str] = Counter()
@@ -52,6 +60,9 @@ class RegistrationService:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.IPV6, 1)
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)
+        self._socket.set(zmq.HEARTBEAT_IVL, int(ping_s * 1000))
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(ping_s * 1000 * _UNANSWERED))
         host = f"[{bind}]" if ":" in bind else bind
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")

@@ -18,7 +18,7 @@ _LOOPBACK = re.compile(
     r"(localhost\.?|127\.0\.0\.1|127\.1|0\.0\.0\.0|\[::1?\]|\[::ffff:(127\.0\.0\.1|7f00:1)\])"
     r"(?=:[0-9]+$)"
 )
-_HOST = re.compile(r"[^\s/?#@\[\]]+")
+_HOST = re.compile(r"[^\s/?#@\[\]*]+")
 
 
 def parse_instance_id(url: str) -> InstanceId:

@@ -81,6 +81,19 @@ def test_hello_and_repetition_change_nothing() -> None:
     assert len(made.announced()) == 1
 
 
+def test_names_of_this_machine_are_one_engine() -> None:
+    """It counts once towards the limit, and is known by the name it had first."""
+    made = book(max_instances=1)
+
+    for host in ("localhost", "[::1]", "127.1"):
+        made.on_message(packed({**MORIIO, "http_address": f"{host}:8000"}), 0.0)
+    made.on_time(10.0)
+
+    assert [each.id for each in made.announced()] == ["http://localhost:8000"]
+    assert made.announced()[0].facts.http_address == "127.1:8000"
+    assert made.silent == {"http://localhost:8000"}
+
+
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
@@ -97,6 +110,7 @@ def test_hello_and_repetition_change_nothing() -> None:
         pytest.param({**MORIIO, "http_address": ""}, "http_address", id="address-empty"),
         pytest.param({**MORIIO, "http_address": "h"}, "http_address", id="no-port"),
         pytest.param({**MORIIO, "http_address": "h:0"}, "http_address", id="port-zero"),
+        pytest.param({**MORIIO, "http_address": "*:8000"}, "http_address", id="no-host"),
         pytest.param({**MORIIO, "http_address": "u@h:1"}, "http_address", id="credentials"),
         pytest.param({**MORIIO, "http_address": "h\n:1"}, "http_address", id="line-break"),
         pytest.param({**MORIIO, "http_address": "ä:1"}, "http_address", id="no-ascii"),

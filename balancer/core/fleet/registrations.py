@@ -6,7 +6,8 @@ Rules (vLLM's MoRIIO and P2P-NCCL connectors, docs/connectors.md):
    instance, over and over. Nobody ever says goodbye, so silence is what tells.
 2. All that are registered move blocks the same way (`transfer_mode`); the first one sets it. Once
    nobody is registered the next one may set another.
-3. The same HTTP address announced anew replaces what was known of it.
+3. The same HTTP address announced anew replaces what was known of it. The usual names of this machine
+   (`localhost`, 127.0.0.1, [::1]) are one address; it is known by the first of them that was announced.
 4. What can't be used is refused with a constant reason, and changes nothing.
 
 Invariant: at most `max_instances` entries. Cost: constant per message that changes nothing.
@@ -14,7 +15,7 @@ Invariant: at most `max_instances` entries. Cost: constant per message that chan
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address, ip_network
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from balancer.core.fleet.snapshot import Role
 from balancer.core.fleet.transfer_facts import Registration, TransferMode
 from balancer.core.settings.control import InstanceSettings
 from balancer.core.settings.registration import RegistrationSettings
-from indexer.core.addresses import parse_instance_id
+from indexer.core.addresses import parse_instance_id, without_loopback_names
 from indexer.core.types import InstanceId
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -58,6 +59,7 @@ class RegistrationBook:
         self._settings = settings
         self._networks = [ip_network(each) for each in settings.networks]
         self._announced: dict[InstanceId, Announced] = {}
+        """By the address without names of this machine, as the next."""
         self._heard_s: dict[InstanceId, float] = {}
         self._silent: frozenset[InstanceId] = frozenset()
 
@@ -94,10 +96,13 @@ class RegistrationBook:
         announced = self._read(payload)
         if announced is None:
             return False
-        self._check(announced)
-        known = self._announced.get(announced.id)
-        self._announced[announced.id] = announced
-        self._heard_s[announced.id] = now_s
+        place = without_loopback_names(announced.id)
+        known = self._announced.get(place)
+        if known is not None:
+            announced = replace(announced, id=known.id)
+        self._check(announced, is_new=known is None)
+        self._announced[place] = announced
+        self._heard_s[place] = now_s
         was_silent = announced.id in self._silent
         self._silent -= {announced.id}
         return was_silent or known != announced
@@ -109,14 +114,13 @@ class RegistrationBook:
             if now_s - heard_s >= self._settings.remove_s:
                 del self._announced[each], self._heard_s[each]
         self._silent = frozenset(
-            each
+            self._announced[each].id
             for each, heard_s in self._heard_s.items()
             if now_s - heard_s >= self._settings.silent_s
         )
         return before != (self._silent, len(self._announced))
 
-    def _check(self, announced: Announced) -> None:
-        is_new = announced.id not in self._announced
+    def _check(self, announced: Announced, *, is_new: bool) -> None:
         if is_new and len(self._announced) >= self._settings.max_instances:
             raise RegistrationRefusedError("too_many")
         others = (each for each in self._announced.values() if each.id != announced.id)

@@ -35,10 +35,12 @@ def announcement(engine: Any, kind: str = "D", **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def dealer(port: int) -> AsyncIterator[Callable[..., Any]]:
+async def dealer(port: int, identity: bytes = b"") -> AsyncIterator[Callable[..., Any]]:
     """An engine's side: send what is given, packed unless it is bytes."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set(zmq.LINGER, 0)
+        if identity:
+            socket.set(zmq.IDENTITY, identity)
         socket.connect(f"tcp://127.0.0.1:{port}")
 
         async def send(*frames: Any) -> None:
@@ -115,6 +117,47 @@ async def test_beat_brings_a_silent_engine_back(engine: Any, balancer_factory: A
     assert instance.role.value == "prefill"
     assert instance.facts.registration.tp_size == 4
     assert instance.facts.registration.zmq_address.startswith("host:127.0.0.1,")
+
+
+async def test_engine_whose_host_was_lost_is_heard_again(
+    engine: Any, balancer_factory: Any
+) -> None:
+    """Its old connection, of the same name, was never closed: the new one takes over."""
+    config = {"registration": {**SETTINGS, "remove_s": 60.0}}
+    async with balancer_factory(config) as balancer:
+        port = port_of(balancer)
+        async with dealer(port, b"127.0.0.1:21001") as lost:
+            await lost(announcement(engine))
+            await holds(balancer, None)
+            await holds(balancer, "silent")
+            async with dealer(port, b"127.0.0.1:21001") as returned:
+                await returned(announcement(engine))
+                await holds(balancer, None)
+
+
+async def test_peer_that_answers_no_ping_is_let_go() -> None:
+    """A lost host closes nothing: without pings its connections would stay for good."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    service = RegistrationService(
+        RegistrationBook(RegistrationSettings(port=0)),
+        bind="127.0.0.1",
+        port=0,
+        clock=lambda: 0.0,
+        on_change=lambda: None,
+        ping_s=0.05,
+    )
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        async with asyncio.timeout(10):
+            told = await reader.read()  # until the end
+        writer.close()
+    finally:
+        service.close()
+
+    assert b"READY" in told
+    assert b"PING" in told
 
 
 async def test_what_cannot_be_used_is_counted_and_changes_nothing(
