@@ -46,7 +46,7 @@ class Resumption:
 
 
 class RankJournal(Protocol):
-    """Tested by tests/integration/test_redis_index.py and test_redis_resume.py."""
+    """Tested by tests/integration/redis_index/ and tests/integration/test_redis_resume.py."""
 
     @property
     def heartbeat_s(self) -> float:
