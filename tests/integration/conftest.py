@@ -214,6 +214,7 @@ BOTH_BACKENDS = {
     "test_block_kinds",
     "test_event_faults",
     "test_indexer_chaos",
+    "test_indexer_sockets",
     "test_indexer_streams",
     "test_indexer_trust",
 }

@@ -1,0 +1,247 @@
+"""Sockets of the write path: shared, taken, spoken to wrongly, or listened to by others."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from indexer.config import IndexerConfig as Config
+from indexer.config import InstanceSource, RankSource
+from indexer.core.index import IndexSize, RankUpdate
+from indexer.core.stream_effects import (
+    GapOpened,
+    GapRepaired,
+    ReplayEnded,
+    RequestReplay,
+    TrustChanged,
+)
+from indexer.core.types import InstanceId, RankId, Trust
+from indexer.follower import FollowedBatch, FollowedItem, follow
+from indexer.memory_index import MemoryIndex
+
+Event = Callable[..., dict[str, Any]]
+Held = Callable[..., Awaitable[int | None]]
+Source = Callable[..., InstanceSource]
+
+E0, E1 = "http://e0:8000", "http://e1:8000"
+R0, R1 = RankId(InstanceId(E0), 0), RankId(InstanceId(E1), 0)
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+async def test_bad_messages_cost_only_themselves(
+    publishing: Any, indexing: Any, stored: Event, held: Held, source: Source
+) -> None:
+    """F06: counted by reason, connection stays, good events of the same batch are applied."""
+    async with publishing() as engine, indexing(source(engine)) as (service, index):
+        await service.until(R0, lambda now: now.trust is Trust.EXACT)
+        engine.send_frames(b"one frame")
+        engine.send_frames(b"two", b"frames")
+        engine.send_frames(b"", b"\0" * 3, b"short number")
+        engine.publish_payload(b"\xc1 not msgpack")
+        wrong = {**stored(9, first=40), "token_ids": "seven"}
+        engine.publish(stored(1), stored(2, parent=1, first=1), wrong, stored(3, parent=2, first=2))
+        engine.publish(stored(4, parent=3, first=3))
+        status = await service.caught_up(R0, 2)
+
+        assert status.counts.rejected == {
+            "frame_count": 2,
+            "seq_frame": 1,
+            "undecodable_batch": 1,
+            "bad_field": 1,
+        }
+        assert await held(index) == 4
+        assert (status.trust_reason, status.counts.connections) == ("events_refused", 1)
+
+
+async def test_bad_replay_answers_cost_only_themselves(
+    publishing: Any, indexing: Any, stored: Event, held: Held, source: Source
+) -> None:
+    """F06 on the other socket."""
+    async with publishing() as engine:
+        engine.junk_answers = [[b"", b"lonely"], [b"", b"short", b"p"]]
+        engine.publish(stored(1))
+        async with indexing(source(engine)) as (service, index):
+            status = await service.until(R0, lambda now: now.trust is Trust.EXACT)
+
+            assert status.counts.rejected == {"replay_frame_count": 1, "replay_seq_frame": 1}
+            assert await held(index) == 1
+
+
+async def test_engine_connects_to_a_port_of_its_own(
+    publishing: Any, indexing: Any, stored: Event, held: Held
+) -> None:
+    """Where only one rank can be behind a port, the topic doesn't matter."""
+    async with publishing() as spare, publishing(connect_to=spare.replay, topic=b"x"):
+        pass  # only to learn a port that is free
+    bound = spare.events
+    async with publishing(connect_to=bound, topic=b"anything") as engine:
+        dialled = InstanceSource(
+            url=E0, events=bound, replay=engine.replay, direction="bind", model="tiny", ranks=1
+        )
+        async with indexing(dialled) as (service, index):
+            await engine.subscribed()
+            engine.publish(stored(1))
+            await service.caught_up(R0, 0)
+
+            assert await held(index) == 1
+
+
+async def test_shared_port_tells_engines_apart_by_topic(
+    publishing: Any, indexing: Any, eventually: Any, stored: Event, held: Held
+) -> None:
+    """A topic nobody has is counted and dropped."""
+    async with publishing() as spare:
+        bound = spare.events
+    async with (
+        publishing(connect_to=bound, topic=b"a") as first,
+        publishing(connect_to=bound, topic=b"b") as second,
+        publishing(connect_to=bound, topic=b"stranger") as stranger,
+    ):
+        engines = [
+            InstanceSource(url=url, topic=topic, replay=each.replay, model="tiny", ranks=1)
+            for url, topic, each in ((E0, "a", first), (E1, "b", second))
+        ]
+        async with indexing(*engines, shared_bind=bound) as (service, index):
+            for each in (first, second, stranger):
+                await each.subscribed()
+            first.publish(stored(1))
+            second.publish(stored(1, 2))
+            stranger.publish(stored(1, 2, 3))
+            await service.caught_up(R0, 0)
+            await service.caught_up(R1, 0)
+            await eventually(lambda: service.ports()[0].rejected)
+
+            assert (await held(index), await held(index, R1)) == (1, 2)
+            assert service.ports()[0].rejected == {"unmapped_topic": 1}
+
+            service.set_sources(engines[:1])
+            first.publish(stored(2, parent=1, first=1))
+            await service.caught_up(R0, 1)
+            await eventually(lambda: service.rank_status(R1) is None)
+            assert await held(index, R1) is None
+
+
+class FailingIndex(MemoryIndex):
+    """Breaks once for E0, as a bug would, whatever is wanted of it."""
+
+    failures = 1
+    retire_failures = 0
+
+    async def retire(self, rank: RankId) -> None:
+        if self.retire_failures:
+            self.retire_failures -= 1
+            raise RuntimeError("broken on purpose")
+        await super().retire(rank)
+
+    async def apply(self, update: RankUpdate) -> None:
+        if update.rank == R0 and update.seq == 0 and self.failures:
+            self.failures -= 1
+            raise RuntimeError("broken on purpose")
+        await super().apply(update)
+
+
+async def test_failure_of_one_rank_is_its_own(
+    publishing: Any, indexing: Any, stored: Event, held: Held, source: Source
+) -> None:
+    """It starts anew with another epoch; the other rank doesn't notice."""
+    async with publishing() as engine, publishing() as other:
+        sources = (source(engine), source(other, E1))
+        async with indexing(*sources, index=FailingIndex()) as (service, index):
+            await engine.subscribed()
+            await other.subscribed()
+            other.publish(stored(1))
+            before = await service.caught_up(R1, 0)
+            engine.publish(stored(1))
+            status = await service.caught_up(R0, 0)
+
+            assert (status.counts.failures, await held(index)) == (1, 1)
+            assert service.rank_status(R1).epoch == before.epoch
+
+
+async def test_fleet_changes_in_the_end(
+    publishing: Any, indexing: Any, eventually: Any, held: Held, source: Source
+) -> None:
+    """An index that fails once while a rank is forgotten is asked again."""
+    index = FailingIndex()
+    index.failures, index.retire_failures = 0, 1
+    async with publishing() as engine, indexing(source(engine), index=index) as (service, _):
+        await service.until(R0, lambda now: now.trust is Trust.EXACT)
+        service.set_sources([])
+        await eventually(lambda: not service.instances())
+
+        assert await held(index) is None
+
+
+async def test_taken_port_is_tried_again(publishing: Any, indexing: Any, eventually: Any) -> None:
+    """The port's status says why nothing comes."""
+    async with publishing() as owner:
+        dialled = InstanceSource(
+            url=E0, events=owner.events, direction="bind", model="tiny", ranks=1
+        )
+        async with indexing(dialled) as (service, _):
+            await eventually(lambda: service.ports() and service.ports()[0].problem)
+
+            assert "in use" in service.ports()[0].problem
+
+
+async def test_topic_claimed_twice_is_refused(indexing: Any, publishing: Any) -> None:
+    """Two ranks can't have the same messages: the second says so."""
+    async with publishing() as spare:
+        bound = spare.events
+    engines = [InstanceSource(url=url, topic="same", model="tiny", ranks=1) for url in (E0, E1)]
+    async with indexing(*engines, shared_bind=bound) as (service, _):
+        status = await service.until(R1, lambda now: now.problem is not None)
+
+        assert "topic" in status.problem
+
+
+async def test_follow_shows_batches_and_the_repair_of_a_gap(
+    publishing: Any, stored: Event, removed: Event
+) -> None:
+    """What `kvlb events` prints."""
+    items: list[FollowedItem] = []
+    joined, repaired = asyncio.Event(), asyncio.Event()
+
+    def on_item(item: FollowedItem) -> None:
+        items.append(item)
+        if isinstance(item, ReplayEnded):
+            joined.set()
+        if isinstance(item, GapRepaired):
+            repaired.set()
+
+    async with publishing() as engine:
+        rank = RankSource(
+            rank=R0, alias="e0", model="tiny", events=engine.events, replay=engine.replay
+        )
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(follow(rank, on_item, config=Config()))
+            await joined.wait()
+            await engine.subscribed()
+            engine.publish(stored(1))
+            engine.publish(CLEARED, drop=True)
+            engine.publish_payload(b"garbage", drop=True)
+            engine.publish(removed(1))
+            await repaired.wait()
+            following.cancel()
+
+    shown = [item for item in items if not isinstance(item, FollowedBatch)]
+    batches = [item for item in items if isinstance(item, FollowedBatch)]
+    assert [each.seq for each in batches] == [0, 1, 2, 3]
+    assert [each.batch is None for each in batches] == [False, False, True, False]
+    assert GapOpened(1, 2) in shown
+    assert TrustChanged(Trust.DEGRADED, "events_refused") in shown
+    assert any(isinstance(item, RequestReplay) and item.from_seq == 1 for item in shown)
+
+
+async def test_index_is_measured(
+    publishing: Any, indexing: Any, stored: Event, source: Source
+) -> None:
+    """Entries are counted per rank."""
+    async with publishing() as engine, indexing(source(engine)) as (service, _):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        await service.caught_up(R0, 0)
+        await service.measure()
+
+        assert service.index_size == IndexSize(entries=2, entries_by_rank={R0: 2})
