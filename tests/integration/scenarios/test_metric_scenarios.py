@@ -123,7 +123,7 @@ async def test_f58_instances_that_come_and_go_leave_no_series(
                     answer = await kvlb.complete([number + 3, round_ + 3] * 32)
                     assert answer.status_code == 200
                 # The indexer stops streams after the balancer has read the file.
-                await kvlb.until(lambda pods=pods: shows_only(kvlb, pods))  # type: ignore[misc]
+                await kvlb.until(lambda pods=pods: shows_only(kvlb, pods))
                 sizes.append(len(await kvlb.series()))
         await kvlb.reload([nobody])
         await kvlb.until(lambda: shows_only(kvlb, [nobody]))
