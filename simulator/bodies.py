@@ -19,6 +19,8 @@ from simulator.core.errors import InvalidBodyError, RequestRefusedError
 _LONGEST_SALT = 1024
 _MOST_CHOICES = 128
 """Twice the seats of a simulated engine; vLLM's own limit is VLLM_MAX_N_SEQUENCES."""
+_MOST_LOGPROBS = 20
+"""vLLM's `--max-logprobs`, as it is without it."""
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -37,7 +39,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     echo: bool | None = None
+    use_beam_search: bool = False
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     temperature: float | None = None
     top_p: float | None = None
     truncate_prompt_tokens: int | None = None
@@ -91,6 +95,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
+    echo: bool = False
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -181,6 +186,7 @@ def check_generation(body: GenerationBody) -> None:
         )
     if body.stream and body.prompt_logprobs:
         raise InvalidBodyError("`prompt_logprobs` are not available when `stream=True`.")
+    _check_logprobs(body)
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= _LONGEST_SALT:
         raise InvalidBodyError(
             "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
@@ -195,6 +201,25 @@ def check_generation(body: GenerationBody) -> None:
         )
     if body.top_p is not None and not 0 < body.top_p <= 1:
         raise RequestRefusedError(f"top_p must be in (0, 1], got {body.top_p}.", param="top_p")
+
+
+def _check_logprobs(body: GenerationBody) -> None:
+    """Refuse what asks for log probabilities without saying so, and more than `--max-logprobs`."""
+    is_chat = isinstance(body, ChatBody)
+    asked = getattr(body, "logprobs", None)
+    has_logprobs = bool(asked) if is_chat else asked is not None
+    if body.logprob_token_ids and (body.use_beam_search or not has_logprobs):
+        why = "don't go with beam search" if body.use_beam_search else "need `logprobs` to be set"
+        raise InvalidBodyError(f"`logprob_token_ids` {why}.", param="logprob_token_ids")
+    name = "top_logprobs" if is_chat else "logprobs"
+    counted = getattr(body, name, None)
+    if is_chat and counted and not has_logprobs:
+        raise InvalidBodyError(
+            "when using `top_logprobs`, `logprobs` must be set to true.", param=name
+        )
+    for field, count in ((name, counted), ("prompt_logprobs", body.prompt_logprobs)):
+        if count is not None and not 0 <= count <= _MOST_LOGPROBS:
+            raise InvalidBodyError(f"`{field}` must be at most {_MOST_LOGPROBS}.", param=field)
 
 
 def check_limits(body: GenerationBody, prompt_tokens: int, context_tokens: int) -> int:

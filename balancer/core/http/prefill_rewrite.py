@@ -8,7 +8,8 @@ Rules (vLLM protocol, common to every PD connector):
    is set to 1, not removed: it masks EOS and stop ids, and connectors hand over only the KV of
    a request that ended by length.
 3. Not a stream, and no `stream_options`: engines refuse them without `stream`.
-4. What asks for more than the first token needs (logprobs, echo, beams) is removed.
+4. What asks for more than the first token needs (logprobs, echo, beams) is removed, and with it what
+   engines refuse alone (`logprob_token_ids` without `logprobs`).
 5. The client's body is never mutated; every other field is passed on as it is.
 """
 
@@ -21,6 +22,7 @@ REMOVED_FIELDS = frozenset(
         "min_completion_tokens",
         "logprobs",
         "top_logprobs",
+        "logprob_token_ids",
         "prompt_logprobs",
         "echo",
         "best_of",

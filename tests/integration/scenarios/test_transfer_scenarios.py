@@ -271,6 +271,24 @@ async def test_x3_what_shapes_an_answer_shapes_no_prefill_leg(pair_up: Pair) -> 
     assert decode.items() >= body.items()
 
 
+@pytest.mark.parametrize("path", ["completions", "chat"])
+async def test_x3_probabilities_of_named_tokens_are_asked_of_decode_alone(
+    pair_up: Pair, path: str
+) -> None:
+    """Engines refuse `logprob_token_ids` without the `logprobs` that a prefill leg doesn't have."""
+    chat = {"messages": [{"role": "user", "content": LETTERS * 6}], "logprobs": True}
+    prompt = chat if path == "chat" else {"prompt": PROMPT, "logprobs": 1}
+    body = {**prompt, "max_tokens": 4, "logprob_token_ids": [1, 2]}
+    async with pair_up() as stage:
+        answer = await stage.ask(body)
+        expected = await stage.ask_alone(body)
+        (prefill,), (decode,) = stage.legs()
+
+    assert (answer.status_code, answer.json()["choices"]) == (200, expected.json()["choices"])
+    assert "logprob_token_ids" not in prefill
+    assert decode.items() >= body.items()
+
+
 async def test_f36_no_prompt_is_computed_by_a_decode_engine_behind_our_back(
     pair_up: Pair,
 ) -> None:

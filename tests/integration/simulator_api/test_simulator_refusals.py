@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+HELLO = {"role": "user", "content": "a"}
+
 Started = Callable[..., AbstractAsyncContextManager[Any]]
 
 
@@ -50,6 +52,19 @@ async def test_body_that_breaks_off_does_no_harm(api: Any) -> None:
             "not available",
             id="streamed-prompt-logprobs",
         ),
+        pytest.param({"prompt": "a", "logprobs": -2}, 400, "`logprobs`", id="logprobs-negative"),
+        pytest.param({"prompt": "a", "logprobs": 21}, 400, "at most 20", id="logprobs-too-many"),
+        pytest.param({"prompt": "a", "prompt_logprobs": 21}, 400, "at most 20", id="of-the-prompt"),
+        pytest.param(
+            {"prompt": "a", "logprob_token_ids": [1]}, 400, "need `logprobs`", id="token-ids-alone"
+        ),
+        pytest.param(
+            {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1], "use_beam_search": True},
+            400,
+            "beam search",
+            id="token-ids-with-beams",
+        ),
+        pytest.param({"prompt": "a", "use_beam_search": None}, 400, "use_beam_search", id="beams"),
         pytest.param({"prompt": "a" * 9000}, 400, "maximum context length", id="prompt-too-long"),
         pytest.param(
             {"prompt": "a" * 8000, "max_tokens": 500}, 400, "requested 500", id="answer-too-long"
@@ -88,6 +103,14 @@ async def test_bad_completion_is_refused(api: Any, body: Any, status: int, words
             {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"},
             "untrusted",
             id="template",
+        ),
+        pytest.param({"messages": [HELLO], "logprobs": 2}, "logprobs", id="logprobs-are-no-number"),
+        pytest.param({"messages": [HELLO], "top_logprobs": 2}, "logprobs", id="top-logprobs-alone"),
+        pytest.param({"messages": [HELLO], "echo": None}, "echo", id="echo-null"),
+        pytest.param(
+            {"messages": [HELLO], "logprob_token_ids": [1], "logprobs": False},
+            "need `logprobs`",
+            id="token-ids-alone",
         ),
         pytest.param(
             {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 0},
