@@ -46,7 +46,7 @@ class Resumption:
 
 
 class RankJournal(Protocol):
-    """Tested by tests/integration/redis_index/ and tests/integration/test_redis_resume.py."""
+    """Tested by tests/integration/redis_index/ and tests/integration/indexer/."""
 
     @property
     def heartbeat_s(self) -> float:

@@ -1,14 +1,19 @@
 """Events of one prompt's blocks, the engine that publishes them, and what an index makes of them."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
-from indexer.core.index import Prompt
+from indexer.core.index import IndexUnavailableError, Prompt
 from indexer.core.types import InstanceId, RankId
+from indexer.redis_index.connection import RedisConnection
+from indexer.redis_index.redis_index import RedisIndex
+from indexer.redis_index.settings import RedisSettings
 
 BLOCK_SIZE = 4
 E0 = "http://e0:8000"
@@ -68,3 +73,40 @@ def source() -> Callable[..., InstanceSource]:
         )
 
     return describe
+
+
+Opening = Callable[[RedisSettings], AbstractAsyncContextManager[RedisIndex]]
+
+
+@pytest.fixture
+def opening() -> Opening:
+    """Make an index that is closed when its block ends."""
+
+    @asynccontextmanager
+    async def run(settings: RedisSettings) -> AsyncIterator[RedisIndex]:
+        index = RedisIndex(RedisConnection(settings))
+        try:
+            yield index
+        finally:
+            await index.aclose()
+
+    return run
+
+
+@pytest.fixture
+def becomes(
+    held: Callable[..., Awaitable[int | None]],
+) -> Callable[[RedisIndex, int | None], Awaitable[None]]:
+    """Wait, with a deadline, until the prompt's overlap is so many blocks."""
+
+    async def wait(index: RedisIndex, blocks: int | None) -> None:
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    if await held(index) == blocks:
+                        return
+                except IndexUnavailableError:
+                    pass
+                await asyncio.sleep(0.01)
+
+    return wait

@@ -1,0 +1,284 @@
+"""Redis fails (X1): empty, slow, absent, read-only, full, or with another password."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from indexer.config import InstanceSource
+from indexer.core.hashing import Namespace
+from indexer.core.index import IndexUnavailableError, Prompt
+from indexer.core.types import InstanceId, RankId, Trust
+from indexer.redis_index.redis_index import RedisIndex
+from indexer.redis_index.settings import RedisSettings
+
+Event = Callable[..., dict[str, Any]]
+Held = Callable[..., Awaitable[int | None]]
+Source = Callable[..., InstanceSource]
+
+BLOCK_SIZE = 4
+E0 = "http://e0:8000"
+R0 = RankId(InstanceId(E0), 0)
+PROMPT = Prompt(Namespace(model="tiny"), range(100 * BLOCK_SIZE))
+
+Opening = Callable[[RedisSettings], AbstractAsyncContextManager[RedisIndex]]
+
+
+async def test_x1_redis_back_empty_is_written_anew(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    own_redis: Any,
+    becomes: Any,
+    stored: Event,
+    removed: Event,
+    held: Held,
+    source: Source,
+) -> None:
+    """What was published while it was gone is there too, without any new event."""
+    server = own_redis()
+    server.start()
+    async with (
+        publishing() as engine,
+        opening(server.settings(heartbeat_s=0.05)) as index,
+        indexing(source(engine), index=index) as (service, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        await service.caught_up(R0, 0)
+        server.stop()
+        engine.publish(stored(3, parent=2, first=2))
+        status = await service.caught_up(R0, 1)
+        assert "is it running" in status.problem
+        with pytest.raises(IndexUnavailableError):
+            await held(index)
+        server.start()
+        await becomes(index, 3)
+        engine.publish(removed(3))
+        await becomes(index, 2)
+
+    assert status.counts.failures == 0
+    assert status.counts.index_faults["unavailable"] >= 1
+    assert status.counts.gaps == {}
+
+
+async def test_x1_idle_rank_notices_an_emptied_redis(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    own_redis: Any,
+    becomes: Any,
+    stored: Event,
+    source: Source,
+) -> None:
+    """Emptied between two heartbeats, with no event of the rank before or after."""
+    server = own_redis()
+    server.start()
+    async with (
+        publishing() as engine,
+        opening(server.settings(heartbeat_s=0.05)) as index,
+        indexing(source(engine), index=index) as (service, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        await service.caught_up(R0, 0)
+        server.command("FLUSHALL")
+        await becomes(index, 2)
+        status = service.rank_status(R0)
+
+    assert status.counts.index_faults == {"lost": 1}
+
+
+async def test_x1_slow_redis_costs_the_index_not_the_stream(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    own_redis: Any,
+    becomes: Any,
+    stored: Event,
+    held: Held,
+    source: Source,
+) -> None:
+    """It hangs: batches are taken in all the same, and written when it is back."""
+    server = own_redis()
+    server.start()
+    settings = server.settings(heartbeat_s=0.05, write_timeout_s=0.2, read_timeout_s=0.1)
+    async with (
+        publishing() as engine,
+        opening(settings) as index,
+        indexing(source(engine), index=index) as (service, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1))
+        await service.caught_up(R0, 0)
+        server.pause()
+        for number in range(1, 30):
+            engine.publish(stored(number + 1, parent=number, first=number))
+        status = await service.caught_up(R0, 29)
+        with pytest.raises(IndexUnavailableError):
+            await held(index)
+        server.resume()
+        await becomes(index, 30)
+
+    assert (status.trust, status.counts.gaps) == (Trust.EXACT, {})
+
+
+async def test_x1_redis_that_starts_later_is_filled(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    own_redis: Any,
+    becomes: Any,
+    stored: Event,
+    source: Source,
+) -> None:
+    """An indexer may be up before its Redis."""
+    server = own_redis()
+    async with (
+        publishing() as engine,
+        opening(server.settings(heartbeat_s=0.05)) as index,
+        indexing(source(engine), index=index) as (service, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        await service.caught_up(R0, 0)
+        server.start()
+        await becomes(index, 2)
+
+
+async def test_x1_read_only_redis_is_written_when_it_may_be(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    own_redis: Any,
+    becomes: Any,
+    stored: Event,
+    held: Held,
+    source: Source,
+) -> None:
+    """It became somebody's replica, and is promoted again; lookups go on meanwhile."""
+    server = own_redis()
+    server.start()
+    async with (
+        publishing() as engine,
+        opening(server.settings(heartbeat_s=0.05)) as index,
+        indexing(source(engine), index=index) as (service, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        await service.caught_up(R0, 0)
+        server.command("REPLICAOF", "127.0.0.1", "1")
+        engine.publish(stored(3, parent=2, first=2))
+        status = await service.caught_up(R0, 1)
+        assert "READONLY" in status.problem
+        assert "READONLY" in service.index_problem
+        assert await held(index) == 2
+        server.command("REPLICAOF", "NO", "ONE")
+        await becomes(index, 3)
+        # Readers see what is written before the answer to it is here.
+        await service.until(R0, lambda now: now.problem is None)
+        assert service.index_problem is None
+
+    assert status.counts.index_faults["unavailable"] >= 1
+
+
+async def test_x1_full_redis_drops_what_is_out_of_date(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    own_redis: Any,
+    becomes: Any,
+    stored: Event,
+    source: Source,
+) -> None:
+    """A rank that can't be written any more gives no credit until there is room."""
+    server = own_redis("--maxmemory-policy", "noeviction")
+    server.start()
+    async with (
+        publishing() as engine,
+        opening(server.settings(heartbeat_s=0.05)) as index,
+        indexing(source(engine), index=index) as (service, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        await service.caught_up(R0, 0)
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        engine.publish(stored(3, parent=2, first=2))
+        status = await service.caught_up(R0, 1)
+        assert "maxmemory" in status.problem
+        await becomes(index, None)
+        server.command("CONFIG", "SET", "maxmemory", "0")
+        await becomes(index, 3)
+
+    assert status.counts.index_faults["full"] >= 1
+
+
+async def test_x1_wrong_password_is_an_outage_that_names_no_secret(
+    opening: Opening, own_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The password is not in the message; with the right one all is well."""
+    server = own_redis("--requirepass", "right-secret")
+    server.start()
+    monkeypatch.setenv("KVLB_TEST_PASSWORD", "wrong-secret")
+    settings = server.settings(password_env="KVLB_TEST_PASSWORD")  # noqa: S106 - a name
+    async with opening(settings) as index:
+        with pytest.raises(IndexUnavailableError) as caught:
+            await index.match(PROMPT)
+    assert "WRONGPASS" in str(caught.value)
+    assert "redis.password_env" in str(caught.value)
+    monkeypatch.setenv("KVLB_TEST_PASSWORD", "right-secret")
+    async with opening(settings) as index:
+        assert await index.match(PROMPT) == {}
+
+    assert "secret" not in str(caught.value)
+
+
+async def test_dead_indexers_rank_leaves_with_its_lease(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    redis_server: Any,
+    becomes: Any,
+    stored: Event,
+    held: Held,
+    source: Source,
+) -> None:
+    """Nobody renews it."""
+    settings = redis_server.settings(heartbeat_s=0.05, lease_s=2.0)
+    async with publishing() as engine, opening(settings) as index:
+        async with indexing(source(engine), index=index) as (service, _):
+            await engine.subscribed()
+            engine.publish(stored(1, 2))
+            await service.caught_up(R0, 0)
+        assert await held(index) == 2
+        await becomes(index, None)
+
+        keys = redis_server.command("--scan", "--pattern", f"{settings.prefix}:*").split()
+        assert [key for key in keys if redis_server.command("TTL", key) == "-1"] == []
+
+
+async def test_rank_that_left_the_fleet_leaves_redis(
+    publishing: Any,
+    indexing: Any,
+    opening: Opening,
+    redis_server: Any,
+    becomes: Any,
+    stored: Event,
+    source: Source,
+) -> None:
+    """Not one of its keys stays."""
+    settings = redis_server.settings()
+    async with (
+        publishing() as engine,
+        opening(settings) as index,
+        indexing(source(engine), index=index) as (service, _),
+    ):
+        await engine.subscribed()
+        engine.publish(stored(1, 2))
+        await service.caught_up(R0, 0)
+        service.set_sources(())
+        await becomes(index, None)
+
+        keys = redis_server.command("--scan", "--pattern", f"{settings.prefix}:*").split()
+        assert [key for key in keys if not key.endswith(":gen")] == []
