@@ -94,6 +94,10 @@ class RankKeeper:
         self._turns = turns
         self.on_changes: Callable[[Sequence[Change]], None] = lambda _: None
         """Told of what batches change, net."""
+        self.on_written: Callable[[Sequence[Change]], None] = lambda _: None
+        """Told of the same when a journal had its chance to take it in."""
+        self.on_rewritten: Callable[[], None] = lambda: None
+        """A journal has taken in all there is."""
         self.written_seq: int | None = None
         """Newest batch that the index has, or was tried to be given, in this epoch."""
         self._turn = asyncio.Lock()
@@ -288,6 +292,7 @@ class RankKeeper:
             self._unwritten_bytes = 0
         if not self.is_behind:
             await self._attempt(lambda: self._index.apply(update))
+        self.on_written(update.changes)
         self.written_seq = seq
         self._room.set()
         self._on_progress()
@@ -329,11 +334,13 @@ class RankKeeper:
     async def _write_anew(self, journal: RankJournal) -> bool:
         if self._latest is not None:
             blocks, seq, digest = self._latest
-            blocks.take(seq, digest)  # the snapshot has it too
+            taken = blocks.take(seq, digest)  # the snapshot has it too
+            self.on_changes(taken.changes)
             self._entries = blocks.entries
             parts = blocks.snapshot(seq, digest, PART_BLOCKS)
             if not await self._attempt(lambda: journal.rewrite(self._model, self._trust, parts)):
                 return False
+            self.on_rewritten()
             self._settle(seq)
             self._next_pause = 1
             _logger.info("rank_rewritten", **self._names())

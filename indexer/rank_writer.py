@@ -20,7 +20,7 @@ from indexer.core.events import (
     UndecodableBatchError,
     decode_batch,
 )
-from indexer.core.index import BlockIndex, BlocksDropped, Change
+from indexer.core.index import BlockIndex, BlocksDropped, BlocksHeld, Change
 from indexer.core.journal import RankJournal, RankRecord, Resumption
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_status import RankCounts
@@ -79,7 +79,7 @@ class RankWriter:
         self._set_aside: Counter[str] = Counter()
         self._throttle = Throttle(means.config.log_interval_s)
         self._blocks = self._new_blocks()
-        self.recent = RecentBatches(means.clock())
+        self.recent = self._new_recent()
         """What the batches of the present epoch stored and removed lately."""
         self.keeper = RankKeeper(
             index=means.index,
@@ -90,6 +90,8 @@ class RankWriter:
             turns=means.turns,
         )
         self.keeper.on_changes = self._note_lost
+        self.keeper.on_written = self._note_gained
+        self.keeper.on_rewritten = lambda: self.recent.gain_all(means.clock())
 
     @property
     def indexed_seq(self) -> int | None:
@@ -119,7 +121,7 @@ class RankWriter:
             return None
         self._blocks.close()
         self._blocks = blocks
-        self.recent = RecentBatches(self._means.clock())
+        self.recent = self._new_recent()
         self.keeper.resume(blocks, record)
         self.epoch_reason, self.applied_seq = "resumed", record.seq
         self._counts.epochs["resumed"] += 1
@@ -130,7 +132,7 @@ class RankWriter:
     async def open_epoch(self, reason: str) -> None:
         """Nothing of the old epoch counts from here on, even if no batch ever follows."""
         ended, self._blocks = self._blocks, self._new_blocks()
-        self.recent = RecentBatches(self._means.clock())
+        self.recent = self._new_recent()
         self._set_aside = Counter()
         self.epoch_reason = reason
         self.applied_seq = None
@@ -201,6 +203,9 @@ class RankWriter:
             keeps_rows=self._means.journal is not None,
         )
 
+    def _new_recent(self) -> RecentBatches:
+        return RecentBatches(self._means.clock(), hears_gains=self._means.journal is not None)
+
     def _note(self, effect: ApplyBatch, batch: EventBatch) -> None:
         self.applied_seq = effect.seq
         self._counts.batches += 1
@@ -212,6 +217,11 @@ class RankWriter:
         for change in changes:
             if isinstance(change, BlocksDropped):
                 self.recent.lose(self._means.clock(), change.keys)
+
+    def _note_gained(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, BlocksHeld):
+                self.recent.gain(self._means.clock(), change.keys)
 
     def _check_rank(self, batch: EventBatch) -> None:
         """The connection is the identity, so a batch of another rank is applied all the same.

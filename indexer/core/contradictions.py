@@ -13,8 +13,11 @@ Rules:
    noted before it is applied: a copy that isn't noted yet would be taken for an old one.
 4. A hash may be held several times, and several hashes may mean one key: copies are weighed per
    hash and tier, as they are counted.
-5. Predicted too little: if the block is held by now, or has left since, events have told it. Else the
-   engine has blocks that were never told of.
+5. Predicted too little: if the block was told to the index since, or has left since, events have told
+   it. If the tables hold it and had told it before, the index isn't what was written to it; if they
+   don't hold it, the engine has blocks that were never told of. Where the index reads the tables it
+   can't differ, and nothing is told to it; of several groups another may have ended the match. There
+   a block that is held was stored since.
 6. Nothing is pruned on a guess: not if the batches since then are not all remembered, nor if the
    block was not announced anew (then the stream has not come that far), nor in a rank with several
    KV-cache groups, where a window may have ended the hit.
@@ -58,7 +61,7 @@ class Cause(StrEnum):
     GHOST = "ghost"
     """The tables had a block that the engine had not."""
     INDEX_DIFFERS = "index_differs"
-    """The index promised a block that the tables had not."""
+    """The index promised a block that the tables had not, or lacked one that they had told it."""
     UNSEEN = "unseen"
     """The engine had blocks that the tables have not."""
 
@@ -105,12 +108,22 @@ class Weighed:
 def weigh(report: CacheReport, matched_s: float, held: Holdings, recent: RecentBatches) -> Weighed:
     """Judge a report of the present epoch. The index was asked at `matched_s`, or a little later."""
     if not report.is_over:
-        is_told = held.holds(report.key) or recent.has_lost_since(matched_s, report.key)
-        return Weighed(cause=Cause.STORED_SINCE if is_told else Cause.UNSEEN)
+        return Weighed(cause=_why_more(report.key, matched_s, held, recent))
     told = _told_by_events(report.key, matched_s, held, recent)
     return (
         _weigh_copies(report.key, matched_s, held, recent) if told is None else Weighed(cause=told)
     )
+
+
+def _why_more(key: BlockKey, matched_s: float, held: Holdings, recent: RecentBatches) -> Cause:
+    """The engine had a block that the index didn't promise."""
+    if recent.has_lost_since(matched_s, key) or recent.has_gained_since(matched_s, key):
+        return Cause.STORED_SINCE
+    if not held.holds(key):
+        return Cause.UNSEEN
+    if not recent.hears_gains or not held.has_one_group:
+        return Cause.STORED_SINCE
+    return Cause.INDEX_DIFFERS if recent.remembers_gains(matched_s) else Cause.TOO_LONG_AGO
 
 
 def _told_by_events(

@@ -5,11 +5,13 @@ Rules:
 1. Engine hashes are noted per group and tier, in the order in which batches were applied, with the
    time of arrival.
 2. Beside them the keys that left the index, since what isn't held now may have been in between, and
-   the hashes removed, since what is removed and stored in one batch leaves nothing to be seen.
+   the hashes removed, since what is removed and stored in one batch leaves nothing to be seen. Where
+   the index has to be told of blocks, the keys that it was told of, too.
 3. Bounded by hashes and by batches: the oldest batches go first, whole. `reaches` tells whether all
    since a moment is still there.
 
-Cost: 8 bytes per hash and per key (at most 9 MB a rank, where each batch removes one block), 0.04 µs to note one in a long event, 0.2 µs
+Cost: 8 bytes per hash and per key (at most 9 MB a rank, where each batch removes one block; 12 MB where it
+stores one, too, and the index has to be told), 0.04 µs to note one in a long event, 0.2 µs
 for an event of one; a question about the time since a moment reads everything noted since.
 """
 
@@ -34,33 +36,33 @@ def mark(engine_hash: EngineHash, group: int, tier: int) -> int:
     return engine_hash ^ (group * len(_TIER_NUMBER) + tier) * _SPREAD & _MASK_64
 
 
-class _Departures:
-    """Numbers with the moment at which they left, newest last; the oldest go first."""
+class _Dated:
+    """Numbers with the moment at which they left, or came, newest last; the oldest go first."""
 
-    __slots__ = ("_kept", "_left", "_most", "_most_moments", "since_s")
+    __slots__ = ("_kept", "_most", "_most_moments", "_noted", "since_s")
 
     def __init__(self, since_s: float, most: int, most_moments: int) -> None:
         self.since_s = since_s
-        """All that left later is here."""
+        """All that was noted later is here."""
         self._most = most
         self._most_moments = most_moments
         """One with a single number takes as much as one with twenty."""
-        self._left: deque[tuple[float, array[int]]] = deque()
+        self._noted: deque[tuple[float, array[int]]] = deque()
         self._kept = 0
 
     def add(self, now_s: float, numbers: Iterable[int]) -> None:
-        left = array("Q", numbers)
-        if not left:
+        noted = array("Q", numbers)
+        if not noted:
             return
-        self._left.append((now_s, left))
-        self._kept += len(left)
-        while self._kept > self._most or len(self._left) > self._most_moments:
-            self.since_s, oldest = self._left.popleft()
+        self._noted.append((now_s, noted))
+        self._kept += len(noted)
+        while self._kept > self._most or len(self._noted) > self._most_moments:
+            self.since_s, oldest = self._noted.popleft()
             self._kept -= len(oldest)
 
     def has_since(self, moment_s: float, wanted: Container[int]) -> bool:
-        for left_s, numbers in reversed(self._left):
-            if left_s < moment_s:
+        for noted_s, numbers in reversed(self._noted):
+            if noted_s < moment_s:
                 return False
             if any(map(wanted.__contains__, numbers)):
                 return True
@@ -71,6 +73,7 @@ class RecentBatches:
     """The newest batches of one epoch of one rank. Times are monotonic and never go back."""
 
     __slots__ = (
+        "_gained",
         "_lost",
         "_max_batches",
         "_max_hashes",
@@ -78,14 +81,23 @@ class RecentBatches:
         "_starts",
         "_stored",
         "_times_s",
+        "_told_all_s",
         "cleared_s",
+        "hears_gains",
         "newest_s",
         "since_s",
     )
 
     def __init__(
-        self, since_s: float, *, max_hashes: int = 131_072, max_batches: int = 16_384
+        self,
+        since_s: float,
+        *,
+        hears_gains: bool = False,
+        max_hashes: int = 131_072,
+        max_batches: int = 16_384,
     ) -> None:
+        self.hears_gains = hears_gains
+        """`gain` is told of every key that joins the index."""
         self.since_s = since_s
         """Everything that came later is here."""
         self.newest_s: float | None = None
@@ -98,9 +110,12 @@ class RecentBatches:
         self._times_s: list[float] = []
         self._starts: list[int] = []
         """How many hashes had been stored before each batch."""
-        self._lost = _Departures(since_s, max_hashes, max_batches)
+        self._gained = _Dated(since_s, max_hashes, max_batches)
+        """Keys that joined the index."""
+        self._told_all_s = float("-inf")
+        self._lost = _Dated(since_s, max_hashes, max_batches)
         """Keys that left the index."""
-        self._removed = _Departures(since_s, max_hashes, max_batches)
+        self._removed = _Dated(since_s, max_hashes, max_batches)
         """Hashes, as `mark` has them."""
 
     def note(self, now_s: float, batch: EventBatch) -> None:
@@ -125,6 +140,14 @@ class RecentBatches:
         """These left the index because a batch said so, or were pruned."""
         self._lost.add(now_s, keys)
 
+    def gain(self, now_s: float, keys: Sequence[BlockKey]) -> None:
+        """The index was told of these."""
+        self._gained.add(now_s, keys)
+
+    def gain_all(self, now_s: float) -> None:
+        """The index was told anew of everything."""
+        self._told_all_s = now_s
+
     def remove(self, now_s: float, events: Sequence[BlockRemoved]) -> None:
         """These were taken out of the tables: a batch said so, or they were pruned."""
         if events:
@@ -136,6 +159,10 @@ class RecentBatches:
             return True
         return self._lost.has_since(moment_s, (key,))
 
+    def has_gained_since(self, moment_s: float, key: BlockKey) -> bool:
+        """Whether the index was told of a block at that moment or later."""
+        return self._told_all_s >= moment_s or self._gained.has_since(moment_s, (key,))
+
     def has_removed_since(self, moment_s: float, marks: Set[int]) -> bool:
         """Whether a copy of one of these was removed at that moment or later."""
         return self._removed.has_since(moment_s, marks)
@@ -143,6 +170,10 @@ class RecentBatches:
     def remembers_losses(self, moment_s: float) -> bool:
         """Whether all that left after that moment is still here."""
         return moment_s >= max(self._lost.since_s, self._removed.since_s)
+
+    def remembers_gains(self, moment_s: float) -> bool:
+        """Whether all that the index was told of after that moment is still here."""
+        return moment_s >= self._gained.since_s
 
     def reaches(self, moment_s: float) -> bool:
         """Whether all that came after that moment is still here."""

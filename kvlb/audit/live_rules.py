@@ -9,7 +9,7 @@ Rules:
 3. Else a cause is looked for in what is known of the rank before and after the request: another
    epoch, less than exact trust, events that came in between. That is what may explain the
    difference, not what is proved to.
-4. `ghost` and `unseen` are no excuses: the index was wrong.
+4. `ghost`, `unseen` and `index_differs` are no excuses: the index was wrong.
 
 Causes have the names of `kvlb.audit.rules` and of the indexer's weighing. Cost: constant per leg.
 """
@@ -27,7 +27,9 @@ nothing yet: then it has predicted nothing, which can be right or wrong."""
 DIFFERING = frozenset({Verdict.EXPLAINED, Verdict.UNEXPLAINED})
 GUESSED = "predicted_blocks"
 UNDER_CAUSES = frozenset({"stored_since", "unseen"})
-FAULTS = frozenset({"ghost", "unseen"})
+EITHER_WAY = frozenset({"index_differs", "too_long_ago"})
+"""Causes that are counted for too little as for too much."""
+FAULTS = frozenset({"ghost", "unseen", "index_differs"})
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,10 +154,12 @@ def assign_causes(rows: Iterable[Row], weighed: Mapping[RankName, Mapping[str, i
 
 
 def _by_direction(counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Causes one by one: of too little predicted, of too much."""
+    """Causes one by one: of too little predicted, of too much. What can be either is both, last."""
     names = [name for name, count in counts.items() for _ in range(count)]
+    either = [name for name in names if name in EITHER_WAY]
     under = [name for name in names if name in UNDER_CAUSES]
-    return under, [name for name in names if name not in UNDER_CAUSES]
+    over = [name for name in names if name not in UNDER_CAUSES | EITHER_WAY]
+    return under + either, over + either
 
 
 def _assigned(row: Row, left: Mapping[RankName, tuple[list[str], list[str]]]) -> Row:

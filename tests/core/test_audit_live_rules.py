@@ -148,6 +148,15 @@ def test_causes_that_the_indexer_weighed_replace_ours() -> None:
     ]
 
 
+def test_index_that_differs_may_promise_too_little_or_too_much() -> None:
+    """Its count doesn't say which."""
+    rows = judged(leg(cached_tokens=80), leg(cached_tokens=0))
+
+    named = assign_causes(rows, {RANK: {"index_differs": 2}})
+
+    assert [verdict(row) for row in named] == [(Verdict.UNEXPLAINED, "index_differs")] * 2
+
+
 def test_what_did_not_differ_gets_no_cause() -> None:
     """Nor does a guess that didn't come true: the index never claimed it."""
     rows = judged(leg(), leg(held_tokens=32, cached_tokens=32), leg(error="x"))

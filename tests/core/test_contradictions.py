@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from indexer.core.contradictions import MOST_COPIES, Cause, Weighed, weigh
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
-from indexer.core.index import BlocksDropped
+from indexer.core.index import BlocksDropped, BlocksHeld
 from indexer.core.rank_blocks import RankBlocks
 from indexer.core.rank_holdings import RankHoldings
 from indexer.core.recent_batches import RecentBatches
@@ -60,6 +60,8 @@ class Rank:
         for change in self.blocks.apply(self.seq, batch).changes:
             if isinstance(change, BlocksDropped):
                 self.recent.lose(float(self.seq), change.keys)
+            elif isinstance(change, BlocksHeld):
+                self.recent.gain(float(self.seq), change.keys)
 
     def over(self, block: int, matched_s: float) -> Weighed:
         """The engine lacked a block that was promised."""
@@ -81,7 +83,7 @@ class Rank:
         self.recent.remove(float(self.seq), list(weighed.events))
         return weighed
 
-    def under(self, block: int) -> Weighed:
+    def under(self, block: int, matched_s: float = 0.5) -> Weighed:
         """The engine had a block that was not promised."""
         report = CacheReport(
             rank=RANK,
@@ -92,7 +94,7 @@ class Rank:
             cached_tokens=(block + 1) * SIZE,
             key=KEYS[block],
         )
-        return self.weigh(report, 0.5)
+        return self.weigh(report, matched_s)
 
     def copies(self, key: BlockKey) -> int:
         found = self.held.copies_below(key)
@@ -279,6 +281,51 @@ def test_blocks_stored_since_explain_that_more_was_cached() -> None:
 
     rank.recent.lose(2.0, [KEYS[2]])
     assert rank.under(2).cause is Cause.STORED_SINCE
+
+
+def told(**limits: int) -> Rank:
+    """A rank whose index has to be told of its blocks."""
+    return Rank(recent=RecentBatches(0.0, hears_gains=True, **limits))
+
+
+def test_index_that_lacks_what_it_was_told_of_before_differs() -> None:
+    """Nothing was stored since, the tables hold it, and the engine had it."""
+    rank = told()
+    rank.batch(stored(1, 2))
+
+    assert rank.under(1, matched_s=1.5).cause is Cause.INDEX_DIFFERS
+
+
+def test_index_that_was_told_since_explains_that_more_was_cached() -> None:
+    """Of the block itself, of the one above that cut it off, or of everything."""
+    rank = told()
+    rank.batch(stored(1, 2))
+    rank.batch(removed(1))
+    rank.batch(stored(1))
+
+    assert rank.under(1, matched_s=2.5).cause is Cause.STORED_SINCE
+    assert rank.under(1, matched_s=3.5).cause is Cause.INDEX_DIFFERS
+
+    rank.recent.gain_all(4.0)
+    assert rank.under(1, matched_s=3.5).cause is Cause.STORED_SINCE
+
+
+def test_index_is_not_blamed_if_what_it_was_told_is_forgotten() -> None:
+    """It may have been told since."""
+    rank = told(max_hashes=1)
+    rank.batch(stored(1))
+    rank.batch(stored(2, parent=1, first=1))
+
+    assert rank.under(0, matched_s=0.5).cause is Cause.TOO_LONG_AGO
+
+
+def test_index_is_not_blamed_where_another_group_may_have_ended_the_match() -> None:
+    """A window's block may be what it rightly missed."""
+    rank = told()
+    window: dict[str, Any] = {"kind": "sliding_window", "window_tokens": 9, "group": 1}
+    rank.batch(stored(1, 2, kind="full_attention"), stored(1, 2, **window))
+
+    assert rank.under(1, matched_s=1.5).cause is Cause.STORED_SINCE
 
 
 def test_rank_without_a_full_group_holds_nothing() -> None:

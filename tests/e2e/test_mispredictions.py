@@ -313,6 +313,28 @@ async def test_ghosts_of_redis_alone_go_when_it_is_written_anew(
         assert await kvlb.trust() == "exact"
 
 
+@pytest.mark.parametrize("composed", ["redis", "processes"], indirect=True)
+async def test_true_blocks_that_redis_alone_lost_come_back_when_it_is_written_anew(
+    composed: Composed, redis_server: Any
+) -> None:
+    """Somebody put other keys in their place, as many: no count shows it, and nothing is promised."""
+    async with composed() as kvlb:
+        await fill_truly(kvlb)
+        await agree(kvlb)
+        swap_blocks(redis_server, kvlb.engines[0].url)
+        assert await kvlb.overlap(true_prompts()[0]) == 0
+
+        asked = 0
+        while asked < MOST_REQUESTS and not await kvlb.overlap(true_prompts()[-1]):
+            await kvlb.ask(prompt(true_prompts()[asked % TRUE_PROMPTS]))
+            asked += 1
+
+        await until(lambda: has_true_blocks(kvlb))
+        assert await kvlb.metric("kvlb_mispredictions_total", cause="index_differs") >= 3
+        assert await kvlb.metric("kvlb_index_faults_total", instance="m0", reason="differs") == 1
+        assert await kvlb.trust() == "exact"
+
+
 async def has_true_blocks(kvlb: Running) -> bool:
     held = [await kvlb.overlap(each) for each in true_prompts()]
     return held == [TRUE_BLOCKS] * TRUE_PROMPTS
@@ -324,6 +346,18 @@ async def holds(kvlb: Running, chain: Sequence[int], alias: str) -> bool:
 
 async def lacks(kvlb: Running, chain: Sequence[int], alias: str) -> bool:
     return not await kvlb.overlap(chain, alias)
+
+
+def swap_blocks(server: Any, url: str) -> None:
+    """Put as many made-up keys in the place of what Redis has of an engine's blocks."""
+    found = server.command(
+        "--scan", "--pattern", f"*:{rank_digest(RankId(InstanceId(url), 0))}:*:16:0"
+    )
+    others = (
+        "local n = redis.call('SCARD', KEYS[1]) redis.call('DEL', KEYS[1]) "
+        "for i = 1, n do redis.call('SADD', KEYS[1], struct.pack('>I8', i)) end"
+    )
+    server.command("EVAL", others, "1", found.strip())
 
 
 def copy_blocks(server: Any, source: str, target: str) -> None:
@@ -414,7 +448,7 @@ async def test_evictions_that_are_told_late_are_no_ghosts(composed: Composed) ->
                 group.create_task(converse(kvlb, first))
         await until(lambda: is_counted(kvlb, "evicted_since"))
 
-        causes = ("ghost", "unseen", "recompute_untold")
+        causes = ("ghost", "unseen", "recompute_untold", "index_differs")
         counted = {
             cause: await kvlb.metric("kvlb_mispredictions_total", cause=cause) for cause in causes
         }
