@@ -8,18 +8,17 @@ Rules:
    `vllm_xargs` in most bodies and `sampling_params.extra_args` in `/inference/v1/generate`: removed
    there, with `kv_cache_report_mode`. All else in them has other uses, and stays.
 3. A form can't be rewritten without a copy of its files: one that sets such a field is refused.
+   What a form sets is read as strictly as `form_head` does, lest an engine read more than we did.
 
 Source: vllm-protocol.md 5; vLLM 0.32, `v1/request.py`.
 """
 
 import json
-from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
 from balancer.core.errors import BadRequestError
-from balancer.core.http.form_field import find_fields
 from balancer.core.http.headers import has_addresses
 from indexer.core.reports import FULL_REPORT_SESSION
 
@@ -28,10 +27,9 @@ CONVERSATION = "conversation_id"
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _FORBIDDEN = (*_TRANSFERS, CONVERSATION)
 _FORBIDDEN_ARGS = (*_TRANSFERS, "kv_cache_report_mode")
-_XARGS: Final = "vllm_xargs"
+XARGS: Final = "vllm_xargs"
 _SAMPLING: Final = "sampling_params"
-_LOOKED_AT = frozenset({*_FORBIDDEN, "session_id", "request_id", _XARGS, _SAMPLING})
-_MAX_XARGS_BYTES: Final = 65_536
+_LOOKED_AT = frozenset({*_FORBIDDEN, "session_id", "request_id", XARGS, _SAMPLING})
 
 
 def without_forbidden(body: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +42,7 @@ def without_forbidden(body: dict[str, Any]) -> dict[str, Any]:
     request_id = body.get("request_id")
     if isinstance(request_id, str) and has_addresses(request_id):
         drop.add("request_id")
-    changed = {**_cleaned(body, _XARGS, _clean_args), **_cleaned(body, _SAMPLING, _clean_sampling)}
+    changed = {**_cleaned(body, XARGS, _clean_args), **_cleaned(body, _SAMPLING, _clean_sampling)}
     if not drop and not changed:
         return body
     return {key: changed.get(key, value) for key, value in body.items() if key not in drop}
@@ -71,33 +69,29 @@ def _clean_args(args: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in args.items() if key not in ours} if ours else args
 
 
-def check_form(content_type: bytes, pieces: Iterable[bytes]) -> None:
-    """Raise BadRequestError, naming the field, if a form sets what a client must not."""
-    for value in find_fields(
-        content_type, pieces, _XARGS.encode(), max_value_bytes=_MAX_XARGS_BYTES
-    ):
-        if value is None:
-            raise BadRequestError(
-                f"`{_XARGS}` has to be closed, and at most {_MAX_XARGS_BYTES} bytes long",
-                param=_XARGS,
-            )
-        args = _decoded(value)
-        if isinstance(args, dict) and _clean_args(args) is not args:
-            names = ", ".join(f"`{name}`" for name in (*_FORBIDDEN_ARGS, "session_id"))
-            raise BadRequestError(
-                f"`{_XARGS}` of a form must not set any of {names}: leave them out", param=_XARGS
-            )
+def check_form_args(value: bytes) -> None:
+    """Raise BadRequestError if a form's `vllm_xargs` set what a client must not."""
+    args = _decoded(value)
+    if isinstance(args, dict) and _clean_args(args) is not args:
+        names = ", ".join(f"`{name}`" for name in (*_FORBIDDEN_ARGS, "session_id"))
+        raise BadRequestError(
+            f"`{XARGS}` of a form must not set any of {names}: leave them out", param=XARGS
+        )
 
 
 def _decoded(value: bytes) -> Any:
-    """Nothing where the engine, too, finds no JSON."""
+    """As engines read it; nothing where they, too, find no JSON."""
     try:
-        return msgspec.json.decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        text = value.decode()
+    except UnicodeDecodeError:
+        text = value.decode("latin-1")
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         pass
     try:
-        return json.loads(value)
+        return json.loads(text)
     except ValueError:
         return None
     except RecursionError as error:
-        raise BadRequestError(f"`{_XARGS}` is nested too deep", param=_XARGS) from error
+        raise BadRequestError(f"`{XARGS}` is nested too deep", param=XARGS) from error

@@ -2,27 +2,34 @@
 
 Rules:
 
-1. JSON is read for a handful of fields, a form (audio uploads) for the name of its model; nothing
-   else is looked at. A body that can't be understood is the engine's to refuse.
+1. JSON is read for a handful of fields, a form (audio uploads) for the name of its model and its
+   `vllm_xargs`; nothing else is looked at. JSON that can't be understood is the engine's to refuse; a
+   form that could be understood in two ways is refused here.
 2. The body passes as it came. Only where it starts a generation (`EnginePath.generates`) is taken
    out of it what a client must not set, as on the scored paths; then it is written anew. Nested
    deeper than we can read, it is refused.
 3. JSON is read as engines read it: with a byte order mark, in UTF-16 and 32, with lone surrogates.
 
-Cost: one scan of a JSON body; of a form what stands before the field.
+Cost: one scan of a JSON body, or of a form.
 """
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from balancer.core.errors import BadRequestError
 from balancer.core.http.body import Body, PiecedBody, whole
-from balancer.core.http.forbidden import check_form, without_forbidden
-from balancer.core.http.form_field import find_field
+from balancer.core.http.forbidden import XARGS, check_form_args, without_forbidden
+from balancer.core.http.form_field import read_fields
 from balancer.core.http.rewrite import decode_body, encode_body
+
+_MODEL: Final = b"model"
+_XARGS: Final = XARGS.encode()
+_ASKED_ELSEWHERE: Final = {_MODEL: 1024}
+_ASKED: Final = {**_ASKED_ELSEWHERE, _XARGS: 65_536}
+"""Fields of a form, and how long they may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +77,7 @@ def read_body(content_type: bytes, body: PiecedBody, *, generates: bool) -> Read
     """Read what is needed of a body; `generates` as in `EnginePath`."""
     kind = content_type.lower()
     if kind.startswith(b"multipart/form-data"):
-        if generates:
-            check_form(content_type, body.pieces)
-        found = find_field(content_type, body.pieces, b"model")
-        return ReadBody(body=body, model="" if found is None else found.decode("utf-8", "replace"))
+        return _read_form(content_type, body, generates=generates)
     if not kind.startswith(b"application/json"):
         return ReadBody(body=body)
     raw = whole(body)
@@ -94,6 +98,14 @@ def read_body(content_type: bytes, body: PiecedBody, *, generates: bool) -> Read
         background=fields.background is True,
         is_json=True,
     )
+
+
+def _read_form(content_type: bytes, body: PiecedBody, *, generates: bool) -> ReadBody:
+    found = read_fields(content_type, body.pieces, _ASKED if generates else _ASKED_ELSEWHERE)
+    args = found.get(_XARGS)
+    if args is not None:
+        check_form_args(args)
+    return ReadBody(body=body, model=found.get(_MODEL, b"").decode("utf-8", "replace"))
 
 
 def _read_fields(raw: bytes) -> _Fields | None:
