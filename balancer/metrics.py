@@ -285,7 +285,7 @@ class BalancerMetrics:
         if outcome != "skipped":
             self._lookup_seconds.observe(seconds)
 
-    def own_code_failed(self, kind: str, error: Exception) -> None:
+    def own_code_failed(self, kind: str, error: BaseException) -> None:
         """Count a failure of the operator's own code: `policy` or `handler`."""
         self._own_failures[kind, type(error).__name__].value += 1
 

@@ -8,7 +8,7 @@ It is asked once per request, before tokens are looked up and anybody is chosen,
 - `Amend`: go on with another body or more headers;
 - `Reply`: this is the answer, no engine is asked.
 
-docs/extending.md shows one of each.
+docs/extending.md shows one of each; `core.verdicts` says which can be carried out.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,8 @@ class Amend:
     body: Mapping[str, Any] | None = None
     """In place of the client's; read and checked as if it were."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Added to what the engines get; replaces those of the same name."""
+    """Added to what the engines get; replaces those of the same name. Not those that frame a message,
+    `content-type`, ids and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +65,14 @@ class Reply:
     """The answer, in place of an engine's."""
 
     body: bytes
+    """Its length is told by kvlb."""
     status: int = 200
+    """200 to 599; 204, 205 and 304 have no body."""
     media_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
 
+
+_LENGTHLESS = frozenset({204, 304})
 
 Verdict = Refuse | Amend | Reply | None
 
@@ -76,7 +81,7 @@ class CompletionHandler(Protocol):
     """What the keys of `handlers` name."""
 
     async def __call__(self, request: SeenRequest) -> Verdict:
-        """Judge one request. An exception, or too long a time, refuses it with 503."""
+        """Judge one request. What it raises, or too long a time, refuses it with 503."""
         ...
 
 
@@ -97,7 +102,7 @@ class RefusedByHandlerError(BalancerError):
     def __init__(self, message: str, refusal: Refuse | None = None) -> None:
         super().__init__(message)
         if refusal is not None:
-            self.status = refusal.status if 400 <= refusal.status < 600 else 500
+            self.status = refusal.status
             self.code = refusal.code or self.code
 
 
@@ -121,22 +126,17 @@ def headers_as_text(headers: tuple[tuple[bytes, bytes], ...]) -> Mapping[str, st
 
 
 def reply_headers(reply: Reply) -> tuple[tuple[bytes, bytes], ...]:
-    """Of an answer that a handler gave."""
+    """Of an answer that a handler gave, checked."""
     more = amended_headers((), {"content-type": reply.media_type, **reply.headers})
-    length = (b"content-length", str(len(reply.body)).encode())
-    return (*(each for each in more if each[0] != b"content-length"), length)
+    if reply.status in _LENGTHLESS:
+        return more
+    return (*more, (b"content-length", str(len(reply.body)).encode()))
 
 
 def amended_headers(
     headers: tuple[tuple[bytes, bytes], ...], more: Mapping[str, str]
 ) -> tuple[tuple[bytes, bytes], ...]:
-    """Headers of the legs. Raises ValueError for what can't be one."""
-    added = tuple((_encoded(name).lower(), _encoded(value)) for name, value in more.items())
+    """`headers` with those of a checked verdict, whose names are in lower case."""
+    added = tuple((name.encode(), value.encode()) for name, value in more.items())
     names = {name for name, _ in added}
     return (*(each for each in headers if each[0] not in names), *added)
-
-
-def _encoded(text: str) -> bytes:
-    if not text or not text.isascii() or not text.isprintable():
-        raise ValueError("a header of a handler holds what can't stand in one")
-    return text.encode()

@@ -19,6 +19,7 @@ from balancer.core.http.forwarded import ReadBody, read_body
 from balancer.core.http.headers import Headers
 from balancer.core.http.rewrite import decode_body, encode_body
 from balancer.core.record import RequestRecord
+from balancer.core.verdicts import UnusableVerdictError
 from balancer.dataplane.handling import Handling
 
 _JSON = b"application/json"
@@ -47,7 +48,7 @@ async def judge_forwarded(
         if verdict.body is None:
             return amended, read
         if not read.is_json:
-            raise ValueError("only a JSON body can be changed")
+            raise UnusableVerdictError("only a JSON body can be changed")
         body = PiecedBody((encode_body(verdict.body),))
         again = read_body(_JSON, body, generates=request.use.generates)
         return replace(amended, body=body), again

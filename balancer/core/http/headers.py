@@ -47,6 +47,11 @@ _READABLE_STOPS = _REQUEST_STOPS | {b"accept-encoding"}
 _OUR_SESSION = FULL_REPORT_SESSION.encode()
 _ANSWER_STOPS = _HOP_BY_HOP | {b"x-request-id"}
 
+_NOT_A_HANDLERS = _READABLE_STOPS | {b"content-type"}
+"""By the content type it was judged what of a body a client must not set."""
+
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[ -~]*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 
@@ -66,6 +71,25 @@ def pass_request_headers(
 def pass_answer_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Keep the engine's end-to-end headers, less the request id and our own names."""
     return tuple(_without(headers, _ANSWER_STOPS, b"x-kvlb-"))
+
+
+def is_ours_to_ask(name: bytes, value: bytes) -> bool:
+    """Tell whether nobody else may add this header (name in lower case) to what engines get."""
+    if name == b"x-session-id":
+        return value == _OUR_SESSION
+    return name in _NOT_A_HANDLERS or name.startswith(b"x-kvlb-")
+
+
+def is_ours_to_answer(name: bytes, _value: bytes) -> bool:
+    """Tell whether nobody else may set this header (name in lower case) of our own answers."""
+    return name in _ANSWER_STOPS or name == b"content-length" or name.startswith(b"x-kvlb-")
+
+
+def may_be_header(name: object, value: object) -> bool:
+    """Tell whether HTTP has such a header: nobody writes a second one, or a request, into it."""
+    if not isinstance(name, str) or not isinstance(value, str):
+        return False
+    return _NAME.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
 
 
 def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:

@@ -20,4 +20,4 @@ class HandlerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """For every other request to an engine: `/v1/messages`, `/v1/responses`, embeddings and all; not
     for sessions (`/v1/realtime`)."""
     timeout_s: PositiveFloat = 1.0
-    """For one request; one that takes longer is refused with 503, as if the handler had failed."""
+    """For one request; one that takes longer, whatever it does, is refused with 503 `handler_failed`."""
