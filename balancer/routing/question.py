@@ -16,6 +16,7 @@ from balancer.core.routing.cost import RequestShape, uncached_tokens
 from balancer.core.routing.forecast import Forecast, incomparable_reason
 from balancer.core.routing.plan import Candidate, Choice
 from balancer.core.routing.prefill_policy import SplitFacts, is_splittable
+from balancer.core.routing.refusals import find_refusal
 from balancer.core.settings.routing import RoutingSettings
 from indexer.core.types import InstanceId, RankId, Trust
 
@@ -38,9 +39,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """When the index was asked."""
 
     def facts(
-        self, pool: Pool, *, prefill_failed: bool, prefill_full: bool, learning: Learning | None
+        self,
+        pool: Pool,
+        *,
+        context_tokens: int | None,
+        prefill_failed: bool,
+        prefill_full: bool,
+        learning: Learning | None,
     ) -> SplitFacts:
-        """Of a fleet with decode instances; elsewhere nobody asks."""
+        """Of a fleet with decode instances; elsewhere nobody asks.
+
+        `context_tokens` is the longest context that one of them has, as far as they tell.
+        """
         block_sizes = [
             self.matches.block_size(rank)
             for instance in (*pool.prefill, *pool.answering)
@@ -51,6 +61,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             scored=bool(self.prompt.prompts),
             splittable=is_splittable(
                 self.request.body, len(self.prompt.prompts), self.request.endpoint
+            ),
+            refusal=find_refusal(
+                self.request.body,
+                self.request.endpoint,
+                prompt_tokens=self.prompt.prompt_tokens,
+                context_tokens=context_tokens,
             ),
             block_size=max(block_sizes),
             prefill_failed=prefill_failed,

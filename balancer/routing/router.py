@@ -22,6 +22,7 @@ from balancer.connectors.contract import Connector
 from balancer.core.errors import PrefillFailedError
 from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.core.load.ledger import LoadLedger
+from balancer.core.prompt.limits import find_model_tokens
 from balancer.core.reliability.vetting import NoVetting, Vetting
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.candidates import (
@@ -281,6 +282,7 @@ class Router:
             prefill, some_full = source.load(prefilling, exclude)
             facts = question.facts(
                 pool,
+                context_tokens=find_model_tokens(fleet, question.request.model),
                 prefill_failed=prefill_failed,
                 prefill_full=some_full and not prefill,
                 learning=self._ledger.learning,

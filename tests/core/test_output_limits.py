@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.core.request import Endpoint
-from balancer.core.routing.output_limits import output_limit, refuses_limits, whole_number
+from balancer.core.routing.output_limits import explicit_limit, output_limit, whole_number
 
 ENGINES = pydantic.TypeAdapter(int)
 """vLLM's request models are pydantic's, and read without being strict."""
@@ -94,26 +94,20 @@ def test_the_limit_is_the_engines(
 
 
 @pytest.mark.parametrize(
-    ("body", "is_refused"),
+    ("body", "endpoint", "limit"),
     [
-        ({}, False),
-        ({"min_tokens": 0}, False),
-        ({"min_tokens": 16}, False),
-        ({"min_tokens": "5", "max_tokens": 5.0}, False),
-        ({"min_tokens": 17}, True),
-        ({"min_tokens": 6.0, "max_tokens": "5"}, True),
-        ({"min_tokens": -1}, True),
-        ({"min_tokens": "x"}, True),
-        ({"min_tokens": None}, True),
-        ({"max_tokens": 0}, True),
+        ({"max_tokens": 5}, Endpoint.CHAT, 5),
+        ({"max_tokens": 5, "max_completion_tokens": "9"}, Endpoint.CHAT, 9),
+        ({"max_tokens": 5, "max_completion_tokens": 0}, Endpoint.CHAT, 0),
+        ({"max_tokens": -5, "max_completion_tokens": 9}, Endpoint.COMPLETIONS, -5),
+        ({"max_tokens": "five"}, Endpoint.COMPLETIONS, None),
+        ({}, Endpoint.COMPLETIONS, 16),
+        ({"max_tokens": None}, Endpoint.CHAT, None),
     ],
     ids=repr,
 )
-def test_limits_that_no_engine_takes(body: dict[str, Any], is_refused: bool) -> None:
-    """Also those that contradict a limit that nobody named."""
-    assert refuses_limits(body, Endpoint.COMPLETIONS) == is_refused
-
-
-def test_a_chat_without_a_limit_has_no_lower_one_that_is_too_high() -> None:
-    """Only the engine knows how long its context is."""
-    assert not refuses_limits({"min_tokens": 1_000_000}, Endpoint.CHAT)
+def test_the_limit_that_counts_is_told_whatever_it_is(
+    body: dict[str, Any], endpoint: Endpoint, limit: int | None
+) -> None:
+    """Also one that no engine takes."""
+    assert explicit_limit(body, endpoint) == limit

@@ -11,6 +11,7 @@ from balancer.core.load.ledger import Learning
 from balancer.core.request import Endpoint
 from balancer.core.routing.plan import Reason
 from balancer.core.routing.prefill_policy import SplitFacts, Verdict, decide, is_splittable
+from balancer.core.routing.refusals import Refusal
 from balancer.core.settings.routing import PdSettings
 from indexer.core.types import InstanceId
 
@@ -87,6 +88,14 @@ def test_what_the_connector_cant_carry_is_not_split() -> None:
     assert forced == Verdict(reason=Reason.NOT_SPLITTABLE)
 
 
+@pytest.mark.parametrize("refusal", [Refusal.LIKELY, Refusal.CERTAIN])
+def test_no_prompt_is_computed_for_what_engines_may_refuse(refusal: Refusal) -> None:
+    """Not even when forced (F32)."""
+    facts = SplitFacts(prompt_tokens=1000, refusal=refusal)
+
+    assert verdict(1000, facts, PdSettings(force="remote")) == Verdict(reason=Reason.NOT_SPLITTABLE)
+
+
 BOUND = frozenset({instance().id})
 
 
@@ -104,6 +113,22 @@ BOUND = frozenset({instance().id})
             id="not-splittable",
         ),
         pytest.param(
+            SplitFacts(prompt_tokens=1000, bound=BOUND, refusal=Refusal.LIKELY),
+            Verdict(reason=Reason.REMOTE_PREFILL, remote=True),
+            id="likely-to-be-refused",
+        ),
+        pytest.param(
+            SplitFacts(
+                prompt_tokens=1000,
+                bound=BOUND,
+                refusal=Refusal.CERTAIN,
+                splittable=False,
+                prefill_failed=True,
+            ),
+            Verdict(reason=Reason.NOT_SPLITTABLE),
+            id="refused-whatever-else-is",
+        ),
+        pytest.param(
             SplitFacts(prompt_tokens=1000, bound=BOUND, unfit=BOUND),
             Verdict(reason=Reason.NOT_SPLITTABLE, allowed=False),
             id="not-carried",
@@ -118,7 +143,10 @@ BOUND = frozenset({instance().id})
 def test_an_instance_that_takes_nothing_else_gets_a_prefill_leg_or_nothing(
     facts: SplitFacts, expected: Verdict
 ) -> None:
-    """Whatever it holds and whatever the operator forces: alone it would wait, or invent."""
+    """Whatever it holds and whatever the operator forces: alone it would wait, or invent.
+
+    What it refuses without a look at its blocks is the exception.
+    """
     settings = PdSettings(force="local", allow_local_on_failure=True)
 
     assert verdict(0, facts, settings) == expected
@@ -329,12 +357,6 @@ NOT_SPLITTABLE: list[dict[str, Any]] = [
     {"prompt_embeds": "AAAA"},
     {"prompt": ["one", "two"]},
     {"prompt": [[1], [2]]},
-    {"max_tokens": 0},
-    {"max_tokens": "five"},
-    {"max_tokens": 5, "min_tokens": 6},
-    {"min_tokens": None},
-    {"stream_options": {"include_usage": True}},
-    {"stream": False, "stream_options": {"include_usage": True}},
 ]
 
 CHAT_OR_COMPLETION = pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
@@ -350,23 +372,16 @@ def test_two_legs_can_serve(body: dict[str, Any], endpoint: Endpoint) -> None:
 @CHAT_OR_COMPLETION
 @pytest.mark.parametrize("body", NOT_SPLITTABLE, ids=repr)
 def test_two_legs_cannot_serve(body: dict[str, Any], endpoint: Endpoint) -> None:
-    """Either decode could not answer it, or an engine refuses it before any work (F32, F34)."""
+    """Decode could not answer it (F34)."""
     assert not is_splittable(body, 0, endpoint)
 
 
-@pytest.mark.parametrize("body", [{"max_completion_tokens": 0}, {"echo": True}], ids=repr)
-def test_a_completion_isnt_split_as_a_chat_is(body: dict[str, Any]) -> None:
-    """It knows no `max_completion_tokens`, and echoes without logprobs."""
-    body = body | {"max_tokens": 7}
+def test_a_completion_isnt_split_as_a_chat_is() -> None:
+    """It echoes without logprobs."""
+    body = {"echo": True, "max_tokens": 7}
 
     assert is_splittable(body, 0, Endpoint.COMPLETIONS)
     assert not is_splittable(body, 0, Endpoint.CHAT)
-
-
-def test_number_of_answers_is_null_in_a_chat_only() -> None:
-    """A completion that says so is refused."""
-    assert is_splittable({"n": None}, 0, Endpoint.CHAT)
-    assert not is_splittable({"n": None}, 0, Endpoint.COMPLETIONS)
 
 
 def test_several_prompts_are_not_split() -> None:

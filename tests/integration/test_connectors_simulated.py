@@ -546,3 +546,32 @@ def announce(engines: RunningFleet, case: Case, port: int) -> None:
 def unused_port(reserved: Any) -> int:
     port: int = reserved.port()
     return port
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"max_tokens": 0},
+    {"max_tokens": -1},
+    {"max_tokens": "five"},
+    {"max_tokens": 5, "min_tokens": 6},
+    {"n": 0},
+]
+
+
+@pytest.mark.parametrize("case", ["p2p-nccl", "moriio-read"])
+async def test_engine_that_waits_for_blocks_refuses_in_its_own_words(
+    case: str, tmp_path: Path
+) -> None:
+    """What is wrong with a request is told as 4xx, though it can't run over two legs."""
+    async with on_stage(CASES[case], "1p1d", tmp_path / "kvlb.yaml") as stage:
+        told, expected = [], []
+        for body in REFUSED:
+            asked = {"model": "sim", "prompt": "a" * 900, **body}
+            answer = await stage.http.post("/v1/completions", json=asked)
+            engine = await stage.direct.post(f"{stage.engine('d0').url}/v1/completions", json=asked)
+            told.append((answer.status_code, answer.json()))
+            expected.append((engine.status_code, engine.json()))
+        computed = [(await stage.state(name))["computed_prompt_tokens"] for name in ("p0", "d0")]
+
+    assert {status for status, _ in told} == {400}
+    assert told == expected
+    assert computed == [0, 0]

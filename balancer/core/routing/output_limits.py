@@ -6,7 +6,7 @@ Rules (vLLM's request models, which pydantic reads without being strict):
 2. A completion knows `max_tokens` alone, and has 16 without. A chat goes by `max_completion_tokens`
    unless that is null; what `max_tokens` says beside it must only be a number. Other paths have
    names of their own.
-3. A limit below 1 is refused, and so is `min_tokens` over the limit, or null.
+3. A limit below 1 is refused (`core.routing.refusals` says what else is).
 
 Cost: a look at three fields.
 """
@@ -58,12 +58,12 @@ def output_limit(body: Mapping[str, Any], endpoint: Endpoint) -> float | None:
     return None if most is None or most < 1 or None in limits else most
 
 
-def refuses_limits(body: Mapping[str, Any], endpoint: Endpoint) -> bool:
-    """Whether an engine answers with 4xx to what a body says of the answer's length."""
-    most = output_limit(body, endpoint)
-    if most is None:
-        return True
-    if "min_tokens" not in body:
-        return False
-    least = whole_number(body["min_tokens"])
-    return least is None or not 0 <= least <= most
+def explicit_limit(body: Mapping[str, Any], endpoint: Endpoint) -> int | None:
+    """Return the limit that counts, whatever it is; None: there is none, or it is no number.
+
+    Of a chat or a completion.
+    """
+    for name in _NAMES[endpoint]:
+        if body.get(name) is not None:
+            return whole_number(body[name])
+    return COMPLETIONS_MAX_TOKENS if endpoint is Endpoint.COMPLETIONS else None

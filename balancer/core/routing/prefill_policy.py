@@ -4,9 +4,10 @@ Rules, the first that applies decides:
 
 1. A mixed instance does everything itself.
 2. An instance whose connector takes nothing without a prefill leg (`Connector.needs_prefill`) gets
-   one, or no request. Everything below is for the others.
+   one, or no request, but for what it is certain to refuse (`core.routing.refusals`), which it is
+   sent as it came. Everything below is for the others.
 3. After prefill legs failed the decode instance does it all (the caller asked if that's allowed).
-4. What two legs can't serve, an engine would refuse anyway, or the instance's connector can't
+4. What two legs can't serve, an engine is likely to refuse anyway, or the instance's connector can't
    hand over (`Connector.carries`), isn't split.
 5. The operator's `force: local`.
 6. A prompt shorter than one block has nothing to hand over.
@@ -27,8 +28,9 @@ import msgspec
 from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.load.ledger import Learning
 from balancer.core.request import Endpoint
-from balancer.core.routing.output_limits import refuses_limits, whole_number
+from balancer.core.routing.output_limits import whole_number
 from balancer.core.routing.plan import Reason
+from balancer.core.routing.refusals import Refusal
 from balancer.core.settings.routing import PdSettings
 from indexer.core.types import InstanceId
 
@@ -40,6 +42,8 @@ class SplitFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Guessed if not `scored`."""
     scored: bool = True
     splittable: bool = True
+    refusal: Refusal = Refusal.NO
+    """Whether engines refuse what a prefill leg wouldn't show them."""
     block_size: int = 16
     """The largest among those who would hand over or receive."""
     prefill_failed: bool = False
@@ -103,6 +107,8 @@ def decide(
 
 def _bound_verdict(instance: Instance, has_prefill: bool, facts: SplitFacts) -> Verdict:
     """For an engine that would wait for a hand-over, or take nothing for one."""
+    if facts.refusal is Refusal.CERTAIN:
+        return Verdict(reason=Reason.NOT_SPLITTABLE)
     if facts.prefill_failed:
         return Verdict(reason=Reason.PREFILL_FAILED, allowed=False)
     if not facts.splittable or instance.id in facts.unfit:
@@ -125,7 +131,7 @@ def _without_prefill(connector: str, facts: SplitFacts, settings: PdSettings) ->
 def _local_reason(instance: Instance, facts: SplitFacts, settings: PdSettings) -> Reason | None:
     if facts.prefill_failed:
         return Reason.PREFILL_FAILED
-    if not facts.splittable or instance.id in facts.unfit:
+    if not facts.splittable or facts.refusal or instance.id in facts.unfit:
         return Reason.NOT_SPLITTABLE
     if settings.force == "local":
         return Reason.FORCED_LOCAL
@@ -156,7 +162,7 @@ def _remote_reason(facts: SplitFacts, settings: PdSettings) -> Reason:
 
 
 def is_splittable(body: Mapping[str, Any], prompts: int, endpoint: Endpoint) -> bool:
-    """Whether two legs can serve this request, and an engine would take it at all.
+    """Whether two legs can serve this request.
 
     `prompts` is how many prompts were found; 0 if they are unknown.
     """
@@ -166,9 +172,7 @@ def is_splittable(body: Mapping[str, Any], prompts: int, endpoint: Endpoint) -> 
         return False  # later ones would read what the prefill leg's one child left (NIXL)
     if _wants_logprobs_of_prompt(body, endpoint):
         return False  # the decode engine would compute the whole prompt again
-    if body.get("prompt_embeds") is not None:
-        return False
-    return not _is_refused(body, endpoint)
+    return body.get("prompt_embeds") is None
 
 
 def _names_several_prompts(prompt: object) -> bool:
@@ -191,11 +195,3 @@ def _wants_logprobs_of_prompt(body: Mapping[str, Any], endpoint: Endpoint) -> bo
         return True
     is_chat = endpoint is Endpoint.CHAT
     return bool(body.get("echo")) and (is_chat or body.get("logprobs") is not None)
-
-
-def _is_refused(body: Mapping[str, Any], endpoint: Endpoint) -> bool:
-    """An engine answers it with 4xx: it must see it unchanged, and do no work before."""
-    if body.get("stream_options") and body.get("stream") is not True:
-        return True
-    is_null = body.get("n", 1) is None and endpoint is Endpoint.COMPLETIONS  # a chat may say so
-    return is_null or refuses_limits(body, endpoint)

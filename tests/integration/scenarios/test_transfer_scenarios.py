@@ -13,6 +13,7 @@ import pytest
 BLOCK = 16
 PROMPT = list(range(1_000, 1_400))
 LETTERS = "the quick brown fox jumps over the lazy dog; "
+CONTEXT = 32768
 ALWAYS_REMOTE = {"force": "remote", "local_prefill_max_tokens": 0}
 
 Pair = Callable[[], AbstractAsyncContextManager["Stage"]]
@@ -108,9 +109,22 @@ async def test_f32_a_limit_that_nobody_set_is_not_set_by_us(
     assert {name: decode[name] for name in decode if name == "max_tokens"} == limit
 
 
-async def test_f32_a_limit_of_none_is_refused_by_the_engine_before_any_work(pair_up: Pair) -> None:
+@pytest.mark.parametrize(
+    ("path", "limits"),
+    [
+        pytest.param("completions", {"max_tokens": 0}, id="none"),
+        pytest.param("completions", {"max_tokens": 10**7}, id="over the context"),
+        pytest.param("completions", {"max_tokens": CONTEXT - 399}, id="over it with the prompt"),
+        pytest.param("chat", {"max_completion_tokens": 10**7}, id="of a chat"),
+        pytest.param("chat", {"max_tokens": 3, "logprobs": 2}, id="logprobs of a completion"),
+    ],
+)
+async def test_f32_a_limit_of_none_is_refused_by_the_engine_before_any_work(
+    pair_up: Pair, path: str, limits: dict[str, Any]
+) -> None:
     """The decode engine's own words; the prefill engine hears nothing of it."""
-    body = {"prompt": PROMPT, "max_tokens": 0}
+    chat = {"messages": [{"role": "user", "content": LETTERS * 6}]}
+    body = {**(chat if path == "chat" else {"prompt": PROMPT}), **limits}
     async with pair_up() as stage:
         answer = await stage.ask(body)
         expected = await stage.ask_alone(body)
