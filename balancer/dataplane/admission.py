@@ -221,7 +221,7 @@ async def _woken(woken: asyncio.Event, within_s: float | None) -> None:
 
 
 def _key(request: GenerateRequest) -> str:
-    """Whose share it takes: a key is compared, and kept only while it waits."""
+    """Whose share it takes. It isn't kept: the line gets its digest."""
     for name in (b"authorization", b"x-api-key"):
         value = find_header(request.headers, name)
         if value:

@@ -1,6 +1,8 @@
 """The line for room: who goes first, who is refused, and when."""
 
+import gc
 from collections import Counter
+from types import FunctionType, ModuleType
 
 import pytest
 from hypothesis import given
@@ -307,3 +309,33 @@ def test_who_leaves_wakes_the_next_if_it_was_first() -> None:
     assert unheard == []
     assert crowd.woken == ["c"]
     assert crowd.serve_all() == ["c"]
+
+
+def kept_objects(line: WaitingLine) -> int:
+    """How many objects it holds, whatever they are."""
+    seen: dict[int, object] = {}
+    ahead: list[object] = [line]
+    while ahead:
+        each = ahead.pop()
+        if id(each) not in seen and not isinstance(each, type | FunctionType | ModuleType):
+            seen[id(each)] = each
+            ahead += gc.get_referents(each)
+    return len(seen)
+
+
+def test_line_that_is_never_empty_keeps_nothing_of_who_left() -> None:
+    """Neither of who gave up, however unimportant, nor of who was served."""
+    crowd = Crowd(max_waiting=10)
+    crowd.enter("first", client="steady")
+    after: list[int] = []
+    for round_ in range(3):
+        for each in range(500):
+            name = f"{round_}-{each}"
+            crowd.line.leave(crowd.enter(name, client="gone " + name, priority=9))
+            crowd.enter(name, client="served " + name)
+            crowd.serve()
+        after.append(kept_objects(crowd.line))
+
+    assert len(crowd.line) == 1
+    assert after[2] < after[0] + 100
+    assert crowd.serve_all() == ["2-499"]

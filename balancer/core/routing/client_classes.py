@@ -3,10 +3,10 @@
 Rules:
 
 1. A client is whoever sends the same key; without one all are one.
-2. A key is kept nowhere but in the line, while its request waits: classes name keys by their SHA-256.
+2. A key is kept nowhere: lines and classes name it by its SHA-256.
 3. Who is in no class has priority 0 and weight 1.
 
-Cost: one digest per request that waits, none where no class is configured.
+Cost: one digest per request that waits, two where classes are configured.
 """
 
 from collections.abc import Iterable
@@ -23,6 +23,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whose request it is."""
 
     key: str = ""
+    """Of what it sends the SHA-256; empty: nobody in particular."""
     priority: int = 0
     """Smaller goes first, before what the request itself asks for."""
     weight: float = 1.0
@@ -37,9 +38,16 @@ class ClientClasses:
 
     def client(self, key: str) -> Client:
         """Who sends this `Authorization` or `x-api-key`; empty: nobody in particular."""
-        if not self._by_digest or not key:
-            return Client(key=key)
+        if not key:
+            return Client()
+        name = _digest(key)
+        if not self._by_digest:
+            return Client(key=name)
         scheme, _, token = key.partition(" ")
         bare = token.strip() if scheme.lower() == "bearer" else key
-        found = self._by_digest.get(sha256(bare.encode()).hexdigest(), _NO_CLASS)
-        return Client(key=key, priority=found.priority, weight=found.weight)
+        found = self._by_digest.get(_digest(bare), _NO_CLASS)
+        return Client(key=name, priority=found.priority, weight=found.weight)
+
+
+def _digest(key: str) -> str:
+    return sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

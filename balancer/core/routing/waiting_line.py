@@ -5,25 +5,27 @@ Rules:
 1. A smaller priority number goes first: that of the client's class, then that of the request, as in
    vLLM. Within one priority clients (by their key) get shares of tokens by their weights, whoever asks
    more often; within one client first come, first served.
-2. Shares by start-time fair queueing: a ticket's tag is the later of the line's own progress and
-   where its client's last ticket ended, in tokens. So a client that was idle saves nothing up.
+2. Shares as in `core.routing.client_shares`: a ticket's tag is where its part of its client's share
+   begins, in tokens.
 3. A full line refuses whoever would be served last, the newcomer or one that waits.
 4. Nobody waits longer than `max_wait_s`; in a line that hasn't been empty for `standing_s`, than
    `standing_wait_s`. In an overloaded fleet every request would else wait until its limit, and each
    that is served would be served too late.
 5. One turn at a time: who is let in books its place before the next is looked at.
 
-Cost: O(log n) per ticket; O(n) per newcomer in a full line.
+Cost: O(log n) per ticket; O(n) per newcomer in a full line. What is kept is of those that wait, and as
+much again of those that left.
 """
 
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import ceil
 from typing import Final
 
 from balancer.core.errors import OverloadedError
 from balancer.core.routing.client_classes import Client
+from balancer.core.routing.client_shares import ClientShares, Share
 from balancer.core.settings.admission import AdmissionSettings
 
 _LATE: Final = "no instance of this model had room within admission.max_wait_s"
@@ -32,7 +34,8 @@ _STANDING: Final = (
     "within admission.promise_s"
 )
 _PACED: Final = "requests come faster than admission.requests_per_s, and this one waited for admission.max_wait_s"
-
+_FEW: Final = 64
+"""So many places that were left may lie in the heap beside as many as wait."""
 
 Place = tuple[int, int, float, int]
 """Priority of the client, of the request, tag, number."""
@@ -41,9 +44,12 @@ Place = tuple[int, int, float, int]
 class Ticket:
     """A place in the line."""
 
-    __slots__ = ("arrived_s", "number", "place", "refused", "wake")
+    __slots__ = ("arrived_s", "number", "place", "refused", "share", "wake")
 
-    def __init__(self, *, place: Place, arrived_s: float, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, *, place: Place, share: Share, arrived_s: float, wake: Callable[[], None]
+    ) -> None:
+        self.share = share
         self.place = place
         """Smaller goes first."""
         self.number = place[-1]
@@ -76,9 +82,7 @@ class WaitingLine:
         """By number: in the order of arrival."""
         self._order: list[Place] = []
         """A heap of places; those that have left it are passed over."""
-        self._ends: dict[str, float] = {}
-        """Where each waiting client's last ticket ends, in tokens."""
-        self._progress = 0.0
+        self._shares = ClientShares(settings.max_waiting)
         self._numbers = count()
         self._since_s = 0.0
         self._is_paced = False
@@ -117,35 +121,41 @@ class WaitingLine:
         if not self._waiting:
             self._since_s = now_s
             self._is_paced = False
-        tag = max(self._progress, self._ends.get(client.key, 0.0))
         number = next(self._numbers)
-        place = (client.priority, priority, tag, number)
-        ticket = Ticket(place=place, arrived_s=now_s, wake=wake)
+        place = (client.priority, priority, self._shares.begin(client.key), number)
         if len(self._waiting) >= self._settings.max_waiting:
-            last = max(self._waiting.values(), key=lambda each: each.place, default=ticket)
-            if last.place <= ticket.place:
+            last = max(self._waiting.values(), key=lambda each: each.place, default=None)
+            if last is None or last.place <= place:
                 raise self._error(self._full(), now_s)
             self._refuse(last, f"more urgent ones came, and {self._full()}")
-        self._ends[client.key] = tag + max(1, tokens) / client.weight
+        share = self._shares.enter(client.key, max(1, tokens) / client.weight)
+        place = (client.priority, priority, share.begin, number)
+        ticket = Ticket(place=place, share=share, arrived_s=now_s, wake=wake)
         self._waiting[number] = ticket
-        heappush(self._order, ticket.place)
+        heappush(self._order, place)
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
         """It doesn't wait any more. Doing so twice changes nothing."""
+        self._leave(ticket, is_served=False)
+
+    def _leave(self, ticket: Ticket, *, is_served: bool) -> None:
         was_first = ticket is self.first
         if self._waiting.pop(ticket.number, None) is None:
             return
+        self._shares.leave(ticket.share, is_served=is_served)
         if not self._waiting:
-            self._ends.clear()
+            self._shares.clear()
+        if len(self._order) > 2 * len(self._waiting) + _FEW:
+            self._order = [each.place for each in self._waiting.values()]
+            heapify(self._order)
         if was_first:
             self._wake_first()
 
     def take(self, ticket: Ticket) -> None:
         """It is let in, and books next. `end_turn` has to follow."""
         self.is_taken = True
-        self._progress = max(self._progress, ticket.place[2])
-        self.leave(ticket)
+        self._leave(ticket, is_served=True)
 
     def end_turn(self) -> None:
         """Who was let in has booked, or given up."""
