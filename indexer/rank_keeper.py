@@ -32,6 +32,7 @@ from indexer.core.index import (
     Change,
     IndexFullError,
     IndexLostError,
+    IndexSpoiltError,
     IndexUnavailableError,
     RankUpdate,
 )
@@ -63,6 +64,7 @@ _FAULTS: Mapping[type[BlockIndexError], str] = {
     IndexUnavailableError: "unavailable",
     IndexFullError: "full",
     IndexLostError: "lost",
+    IndexSpoiltError: "lost",
 }
 
 
@@ -129,6 +131,10 @@ class RankKeeper:
             return None
         try:
             return await self._journal.restore(self._rank, self._model)
+        except IndexLostError as error:
+            self._faults["lost"] += 1
+            _logger.warning("record_broken", **self._names(), error=str(error))
+            return None
         except IndexUnavailableError as error:
             self._fall_behind(error)
             return None
@@ -314,12 +320,12 @@ class RankKeeper:
                 self.problem = None
                 if await journal.entries(self._rank) != self._entries:
                     self._differ()
+            except (IndexLostError, IndexSpoiltError) as error:
+                self._fall_behind(error)
             except IndexUnavailableError as error:
                 # It may have kept everything: that shows when it answers again.
                 self._faults["not_renewed"] += 1
                 self.problem = str(error)
-            except IndexLostError as error:
-                self._fall_behind(error)
 
     async def _repair(self, journal: RankJournal) -> None:
         self._pause -= 1

@@ -325,5 +325,9 @@ class IndexFullError(IndexUnavailableError):
     """The backend has no room. Dropping entries still works."""
 
 
+class IndexSpoiltError(IndexUnavailableError):
+    """Somebody else's value has a name of ours: the rank has to be written anew."""
+
+
 class IndexLostError(BlockIndexError):
     """The backend doesn't have what was written before: the rank has to be written anew."""

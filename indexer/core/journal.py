@@ -64,7 +64,8 @@ class RankJournal(Protocol):
         """Own `rank` from now on. None: nothing of it can be gone on with.
 
         So it is with an epoch that was opened and never got a batch.
-        Raises NotOwnerError if another process has taken it from this one and still keeps it.
+        Raises IndexLostError if what there is can't be read: then the caller owns it all the same,
+        and begins anew. Raises NotOwnerError if another process has taken it from this one and still keeps it.
         """
         ...
 

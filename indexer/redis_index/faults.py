@@ -6,7 +6,7 @@ of refusal it was.
 
 from collections.abc import Mapping
 
-from indexer.core.index import IndexFullError, IndexUnavailableError
+from indexer.core.index import IndexFullError, IndexSpoiltError, IndexUnavailableError
 
 _ADVICE: Mapping[str, str] = {
     "READONLY": "it is a replica: `redis.url` has to name the primary",
@@ -21,8 +21,6 @@ _ADVICE: Mapping[str, str] = {
     "CLUSTERDOWN": "some slots of its cluster have no node",
     "MOVED": "the nodes of its cluster disagree on who has our keys",
     "TRYAGAIN": "our keys are on their way to another node of its cluster",
-    "WRONGTYPE": "somebody else wrote one of our keys: choose another `redis.prefix`, or delete every "
-    "key that begins with it; the index fills itself again",
     "BUSY": "somebody's script keeps it busy",
     "DENIED": "it is in protected mode: it wants a password, or another `bind`",
     "max number of clients": "it has no connection left: raise its `maxclients`",
@@ -42,6 +40,11 @@ def index_error(error: Exception) -> IndexUnavailableError:
     # A script's refusal may have other words before the one that counts.
     if "OOM " in told:
         return IndexFullError("Redis is full (OOM): raise its `maxmemory`, or use a bigger one")
+    if "WRONGTYPE" in told:
+        return IndexSpoiltError(
+            "Redis refuses (WRONGTYPE): somebody else wrote one of our keys. It is removed and the "
+            "rank written anew; if it comes back, choose another `redis.prefix`"
+        )
     for sign, advice in _ADVICE.items():
         if sign in told:
             return IndexUnavailableError(f"Redis refuses ({sign}): {advice}")

@@ -23,6 +23,8 @@ class Home:
     trust: Trust
     groups: Groups = field(default_factory=dict)
     is_whole: bool = True
+    is_spoilt: bool = False
+    """What was found of it when it was claimed could not be ours."""
     description: bytes = b""
     """What the table of ranks should say of it."""
     record: Sequence[bytes | None] = ()

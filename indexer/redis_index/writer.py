@@ -127,15 +127,17 @@ class RedisIndexWriter:
     async def restore(self, rank: RankId, model: str) -> RankRecord | None:
         self._homes.pop(rank, None)
         home = await self._home(rank, model)
+        if home.is_spoilt:
+            raise IndexLostError("what Redis had of the rank can't be read")
         # An epoch without a batch has the number -1: there is nothing an engine could prove.
         if not home.is_whole or not home.seq.isdigit():
             return None
         try:
             await self._extend(rank, home, is_first=True)
             return await self._read(home)
-        except (IndexLostError, StructError, msgspec.DecodeError):
+        except (StructError, msgspec.DecodeError) as error:
             home.is_whole = False
-            return None
+            raise IndexLostError("what Redis had of the rank can't be read") from error
 
     async def last_epoch(self, rank: RankId, model: str) -> int:
         return (await self._home(rank, model)).epoch
@@ -238,9 +240,11 @@ class RedisIndexWriter:
         if answer is None:
             raise NotOwnerError("another indexer writes this rank: stop one of the two")
         self._taken.pop(rank, None)
-        owner, life, description, epoch, seq, digest, facts = answer
+        owner, spoilt, life, description, epoch, seq, digest, facts = answer
         entry = _entry_or_none(description)
         is_whole = entry is not None and life is not None and life == epoch
+        if spoilt and entry is not None:
+            epoch = entry.epoch  # whose keys have to go, and which no new one may be older than
         home = Home(
             model=model,
             keys=keys,
@@ -250,6 +254,7 @@ class RedisIndexWriter:
             trust=self._trust.get(rank, entry.trust if entry else Trust.EXACT),
             groups={each.group: each for each in entry.groups} if entry else {},
             is_whole=is_whole,
+            is_spoilt=bool(spoilt),
             description=description or b"",
             record=(digest, facts),
         )

@@ -309,7 +309,8 @@ async def test_ghosts_of_redis_alone_go_when_it_is_written_anew(
         await until(lambda: has_true_blocks(kvlb))  # none while it is being written
         assert [await kvlb.overlap(each) for each in chains[MOST_REQUESTS:]] == [0] * 80
         assert await kvlb.metric("kvlb_mispredictions_total", cause="index_differs") >= 3
-        assert await kvlb.metric("kvlb_index_faults_total", instance="m0", reason="differs") == 1
+        # A first heartbeat may fall into this test and find it out, too.
+        assert await kvlb.metric("kvlb_index_faults_total", instance="m0", reason="differs") >= 1
         assert await kvlb.trust() == "exact"
 
 

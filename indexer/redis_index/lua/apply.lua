@@ -6,6 +6,7 @@
 -- Steps: `next` goes on after a batch; `open` begins an epoch; `begin`, `part` and `end` write a
 -- rank anew, which doesn't live in between.
 local step, mine, lease = ARGV[1], tonumber(ARGV[2]), ARGV[8]
+if step == 'begin' then remove_spoilt() end
 local found = redis.call('HMGET', KEYS[4], 'owner', 'epoch', 'seq')
 local owner, epoch, seq = tonumber(found[1] or ''), tonumber(found[2] or ''), found[3]
 local begins = step == 'open' or step == 'begin'

@@ -6,7 +6,7 @@
 local function bump_generation(lease_ms)
   local time = redis.call('TIME')
   local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-  local before = tonumber(redis.call('GET', KEYS[1]) or '0')
+  local before = tonumber(redis.call('GET', KEYS[1]) or '') or 0
   redis.call('SET', KEYS[1], string.format('%.0f', math.max(now, before + 1)), 'PX', lease_ms)
 end
 
@@ -40,4 +40,21 @@ local function spread_rows(key, blob, width)
     end
   end
   if count > 0 then redis.call('HSET', key, unpack(parts, 1, count)) end
+end
+
+-- A key of ours to which somebody gave another type: every command on it would fail. Whether it was.
+local function remove_unless(kind, key)
+  local found = redis.call('TYPE', key).ok
+  if found == kind or found == 'none' then return false end
+  redis.call('UNLINK', key)
+  return true
+end
+
+-- Generation, table of ranks, life and state, as far as they are of another type.
+local function remove_spoilt()
+  local is_spoilt = false
+  for at, kind in ipairs({'string', 'hash', 'string', 'hash'}) do
+    if remove_unless(kind, KEYS[at]) then is_spoilt = true end
+  end
+  return is_spoilt
 end

@@ -7,7 +7,7 @@ local owner = tonumber(found[1] or '')
 if owner and owner > tonumber(ARGV[1]) then return 'owner' end
 if owner ~= tonumber(ARGV[1]) or found[2] ~= ARGV[3] then return 'lost' end
 if redis.call('GET', KEYS[3]) ~= ARGV[2] then return 'lost' end
-if redis.call('EXISTS', KEYS[1]) == 0 then return 'lost' end
+if not redis.call('GET', KEYS[1]) then return 'lost' end
 -- A change of trust has no number of its own.
 if redis.call('HGET', KEYS[2], ARGV[5]) ~= ARGV[6] then return 'lost' end
 -- One write at each heartbeat, so that a server that takes none is noticed without an event.

@@ -309,4 +309,5 @@ async def test_record_that_cannot_be_read_is_begun_anew(
     rows = model_keys(settings.prefix, MODEL).rank(E0).rows(1, 0)
     redis_server.command("HSET", rows, "hash", "short")
 
-    assert await other.restore(E0, MODEL) is None
+    with pytest.raises(IndexLostError):
+        await other.restore(E0, MODEL)
