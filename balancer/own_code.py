@@ -19,7 +19,7 @@ NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 _POLICY_METHODS = {"choose": ("shape", "candidates", "draw"), "chosen": ("rank",)}
 
 
-def load_policy(name: str, on_failure: Callable[[Exception], None] = lambda _: None) -> Policy:
+def load_policy(name: str, on_failure: Callable[[BaseException], None] = lambda _: None) -> Policy:
     """The policy of `routing.policy`, one of ours or one's own. Raises ConfigError."""
     key = "routing.policy"
     for each in NAMES:
@@ -30,7 +30,10 @@ def load_policy(name: str, on_failure: Callable[[Exception], None] = lambda _: N
         raise ConfigError(f"`{key}`: no policy `{name}`{nearest(name, NAMES)}, {hint}")
     made = _made(_load(name, key), name, key)
     for method, arguments in _POLICY_METHODS.items():
-        _check_callable(getattr(made, method, None), arguments, f"`{key}`: {name}", method)
+        found = getattr(made, method, None)
+        _check_callable(found, arguments, f"`{key}`: {name}", method)
+        if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+            raise ConfigError(f"`{key}`: {name}: {method} is async; nobody would wait for it")
     return OwnPolicy(cast("Policy", made), on_failure)
 
 
@@ -53,8 +56,10 @@ def _load(path: str, key: str) -> Any:
         raise ConfigError(f"`{key}`: {path!r} is no import path; write `package.module:name`")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:
-        # Whatever their module does while it is imported.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Whatever their module does while it is imported; `sys.exit()` would end us without a word.
         why = f"{type(error).__name__}: {error}"
         hint = "is it installed, or its folder in PYTHONPATH?"
         raise ConfigError(f"`{key}`: {path}: can't import {module!r} ({why}); {hint}") from error
@@ -71,7 +76,9 @@ def _made(loaded: Any, path: str, key: str) -> Any:
         return loaded
     try:
         return loaded()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"`{key}`: {path}() fails ({why}); it is made without arguments"

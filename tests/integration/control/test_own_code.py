@@ -38,6 +38,24 @@ class FewArguments(NoChosen):
     def chosen(self, rank):
         pass
 
+class Waits(Backwards):
+    async def choose(self, shape, candidates, draw):
+        return []
+
+class ToldAsync(Backwards):
+    async def chosen(self, rank):
+        pass
+
+class Streams(Backwards):
+    async def choose(self, shape, candidates, draw):
+        yield
+
+class Exits:
+    def __init__(self):
+        raise SystemExit(3)
+    async def __call__(self, request):
+        return None
+
 class Needy(Backwards):
     def __init__(self, budget):
         pass
@@ -85,6 +103,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]
     name = f"own_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / f"{name}_broken.py").write_text("raise RuntimeError('at import')")
+    (tmp_path / f"{name}_exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     return lambda what: f"{name}{what}"
 
@@ -136,6 +155,11 @@ def configured(**data: Any) -> BalancerConfig:
         ("{}:FewArguments", r"choose can't be called as choose\(shape, candidates, draw\)"),
         ("{}:Needy", "made without arguments"),
         ("{}:plain", r"has no method choose\("),
+        ("{}:Waits", "choose is async"),
+        ("{}:ToldAsync", "chosen is async"),
+        ("{}:Streams", "choose is async"),
+        ("{}:Exits", r"\(\) fails \(SystemExit: 3\)"),
+        ("{}_exits:X", "SystemExit: 3"),
     ],
 )
 def test_policy_that_cannot_be_is_refused_at_start(own: Any, path: str, says: str) -> None:
@@ -153,6 +177,8 @@ def test_policy_that_cannot_be_is_refused_at_start(own: Any, path: str, says: st
         ("{}:two", r"can't be called as __call__\(request\)"),
         ("{}:MODULE", "has no 'MODULE'"),
         ("{}:Backwards", r"has no method __call__\(request\)"),
+        ("{}:Exits", r"\(\) fails \(SystemExit: 3\)"),
+        ("{}_exits:X", "SystemExit: 3"),
     ],
 )
 @pytest.mark.parametrize("key", ["completion", "chat_completion", "forwarded"])
