@@ -203,11 +203,12 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
         )
 
     @api.post("/explain", tags=["operator"], dependencies=guarded, openapi_extra=EXPLAIN_BODY)
-    async def explain(request: Request, path: str = Endpoint.CHAT.value) -> Response:
+    async def explain(request: Request, path: str | None = None) -> Response:
         """What would be done with a request, and why. Nothing is sent, booked or counted.
 
         The body is the OpenAI body itself (`?path=` names the endpoint), or
-        `{"path": ..., "body": {...}}`.
+        `{"path": ..., "body": {...}}`. Without a path a body with a `prompt` is a completion, any
+        other a chat.
         """
         fleet = surface.fleet()
         asked = read_explain_request(await _read_body(request, surface.max_body_bytes), path, fleet)
@@ -256,11 +257,15 @@ async def _read_body(request: Request, limit_bytes: int) -> bytes:
     return bytes(body)
 
 
-def read_explain_request(raw_body: bytes, path: str, fleet: Fleet) -> GenerateRequest:
+def read_explain_request(raw_body: bytes, path: str | None, fleet: Fleet) -> GenerateRequest:
     """Read what `/explain` is asked. Raises RequestError or NoInstanceError."""
     body = decode_body(raw_body).value
     if isinstance(body.get("body"), dict):
-        path, raw_body = body.get("path", path), encode_body(body["body"])
+        path, body = body.get("path", path), body["body"]
+        raw_body = encode_body(body)
+    if path is None:
+        is_text = "messages" not in body and ("prompt" in body or "prompt_embeds" in body)
+        path = (Endpoint.COMPLETIONS if is_text else Endpoint.CHAT).value
     if path not in SPLIT:
         valid = " or ".join(each.value for each in SPLIT)
         raise BadRequestError(f"`path` must be {valid}", param="path")

@@ -110,14 +110,17 @@ async def test_explain_shows_the_plan_and_why(balancer: Any, engine: Any) -> Non
 
 
 async def test_explain_takes_path_and_body(balancer: Any) -> None:
-    """The two forms ask the same; chat is the default path."""
+    """The forms ask the same; without a path the body tells which it is."""
     wrapped = {"path": "/v1/completions", "body": IDS}
 
     by_query = await balancer.http.post("/explain?path=/v1/completions", json=IDS)
     by_body = await balancer.http.post("/explain", json=wrapped)
+    bare = await balancer.http.post("/explain", json=IDS)
+    bare_body = await balancer.http.post("/explain", json={"body": IDS})
     chat = await balancer.http.post("/explain", json=CHAT)
 
     assert by_query.json()["prompt"] == by_body.json()["prompt"]
+    assert bare.json()["prompt"] == bare_body.json()["prompt"] == by_body.json()["prompt"]
     assert chat.json()["prompt"]["source"] == "engine"
 
 
