@@ -105,7 +105,8 @@ class AnswerPasser:
 
     async def pass_own(self, status: int, headers: Headers, body: bytes) -> None:
         """Send an answer of our own."""
-        await self._send(status, (*headers, *self._id_headers()), body)
+        own = self._retried() if self._headers == "full" else ()
+        await self._send(status, (*headers, *own, *self._id_headers()), body)
 
     async def break_off(self, error: BalancerError) -> None:
         """End an answer that is under way, and not as if it were complete."""
@@ -233,13 +234,15 @@ class AnswerPasser:
         await self._exchange.finish()
 
     def _answer_headers(self, engine: Headers, own: Headers) -> Headers:
-        shown = own if self._headers == "full" else ()
-        if shown and self._record.retries:
-            shown = (*shown, (b"x-kvlb-retries", str(self._record.retries).encode()))
+        shown = (*own, *self._retried()) if self._headers == "full" else ()
         passed = pass_answer_headers(engine)
         if self._headers == "off":
             return passed
         return (*passed, *shown, (b"x-request-id", self._record.request_id.encode()))
+
+    def _retried(self) -> Headers:
+        retries = self._record.retries
+        return ((b"x-kvlb-retries", str(retries).encode()),) if retries else ()
 
     def _id_headers(self) -> Headers:
         if self._headers == "off":
