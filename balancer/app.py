@@ -375,6 +375,7 @@ class _Builder:
         for rank in gone:
             self._ledger.forget(rank)
             self._encoded.forget(rank.instance)
+        self._ledger.retain(fleet.ranks)
         self._known = fleet
         self._control.on_fleet(fleet)
         self._reliability.on_fleet(fleet)

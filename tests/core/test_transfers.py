@@ -145,3 +145,15 @@ def test_rates_stay_within_what_was_seen(samples: list[tuple[float, int]]) -> No
     slowest = max([seconds / tokens for seconds, tokens in samples], default=0.0)
     assert 0 < rates.fixed_s <= 0.1
     assert 0 < rates.s_per_token <= 1.5 * max(slowest, TransferRates().s_per_token)
+
+
+def test_pairs_of_ranks_that_left_are_dropped() -> None:
+    """They are as new ones; the others stay."""
+    learned = LearnedTransfers()
+    hand_over(learned, 9.005, source=P1, times=4)
+    hand_over(learned, 0.105, times=40)
+    stays, left = (learned.rates(source, D0, 0.0) for source in (P0, P1))
+    learned.retain(frozenset({P0, D0}))
+
+    assert learned.rates(P0, D0, 0.0) == stays
+    assert learned.rates(P1, D0, 0.0) == learned.rates(P0, P1, 0.0) != left

@@ -17,6 +17,7 @@ Rules:
 Cost: a few operations per leg; `rates` is kept until the next sample, once for all ranks that nothing was seen of.
 """
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from balancer.core.load.ledger import RankRates
@@ -113,6 +114,11 @@ class LearnedRates:
     def seen(self) -> int:
         """Prefills of the fleet that told something."""
         return self._fleet_prefill.count
+
+    @property
+    def ranks(self) -> AbstractSet[RankId]:
+        """Those of which something was learned."""
+        return self._ranks.keys()
 
     def rates(self, rank: RankId) -> RankRates:
         """What is known of `rank`, else of the fleet, else the prior."""

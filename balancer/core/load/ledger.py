@@ -10,6 +10,7 @@ Rules:
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from types import TracebackType
 from typing import Protocol, Self
@@ -203,4 +204,8 @@ class LoadLedger(Protocol):
 
     def forget(self, rank: RankId) -> None:
         """The rank restarted or left: its predictions are void. Legs in flight stay counted."""
+        ...
+
+    def retain(self, ranks: AbstractSet[RankId]) -> None:
+        """These are the fleet from now on: of others only legs in flight are kept, by whoever's."""
         ...

@@ -13,7 +13,9 @@ Rules:
    asked beside the predictions. The cached tokens reported correct it first. When events come at
    last it is dropped.
 5. A leg enters recent work with its first token, since before that it counts as queued.
-6. `forget` voids predictions and learned rates; legs in flight stay counted until they end.
+6. `forget` voids predictions and learned rates; legs in flight stay counted until they end. Of a rank
+   outside the fleet (`retain`) nothing is left when its last leg has ended: a peer may book one there,
+   and a leg may end there, long after it has left.
 7. Blocks of a prompt are in use from its booking to its end: a rank keeps room for what was
    promised to it. Outputs are guessed by the pace, since tokens aren't counted as they pass.
 
@@ -22,6 +24,7 @@ call).
 """
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from heapq import heappush
 from itertools import count
 from types import TracebackType
@@ -86,6 +89,8 @@ class LocalLedger:
         self._reuse = ReuseTimes()
         self._books: dict[RankId, RankBook] = {}
         self._numbers = count()
+        self._fleet: AbstractSet[RankId] | None = None
+        """Ranks that are worth keeping; None: nobody said."""
 
     def load(self, rank: RankId) -> RankLoad:
         """The rank's load now; an unknown rank is idle."""
@@ -193,6 +198,13 @@ class LocalLedger:
         if not book.requests:
             del self._books[rank]
 
+    def retain(self, ranks: AbstractSet[RankId]) -> None:
+        """These are the fleet from now on: of others only legs in flight are kept."""
+        self._fleet = ranks
+        for rank in (self._books.keys() | self._learned.ranks) - ranks:
+            self.forget(rank)
+        self._transfers.retain(ranks)
+
     def start_transfer(self, leg: BookedLeg, source: RankId) -> None:
         """`source` has computed the prompt of `leg`."""
         if leg.first_s is None:
@@ -241,6 +253,9 @@ class LocalLedger:
         leg.book.requests -= 1
         for end in leg.used:
             leg.book.active.drop(end)
+        rank = leg.work.rank
+        if self._fleet is not None and rank not in self._fleet and not leg.book.requests:
+            self.forget(rank)
 
     def _drop(self, leg: BookedLeg) -> None:
         book = leg.book

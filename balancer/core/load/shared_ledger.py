@@ -16,6 +16,7 @@ Cost: beside the ledger's own, one value per change of a leg and its encoding.
 """
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from types import TracebackType
 from typing import Self, assert_never
 
@@ -175,6 +176,10 @@ class SharedLedger:
     def forget(self, rank: RankId) -> None:
         """The rank restarted or left; every process sees that for itself."""
         self._local.forget(rank)
+
+    def retain(self, ranks: AbstractSet[RankId]) -> None:
+        """These are the fleet: of what peers have elsewhere, too, only legs in flight are counted."""
+        self._local.retain(ranks)
 
     # Of our own legs.
 

@@ -18,6 +18,8 @@ Rules:
 Cost: a few operations per hand-over and per look.
 """
 
+from collections.abc import Set as AbstractSet
+
 from balancer.core.load.learned import ENOUGH_SAMPLES, MAX_FIXED_S, QuantileTracker
 from balancer.core.load.ledger import TransferRates
 from indexer.core.types import RankId
@@ -102,6 +104,11 @@ class LearnedTransfers:
     def forget(self, rank: RankId) -> None:
         """The rank restarted or left: it may come back behind another link."""
         for pair in [pair for pair in self._pairs if rank in pair]:
+            del self._pairs[pair]
+
+    def retain(self, ranks: AbstractSet[RankId]) -> None:
+        """Others have left."""
+        for pair in [pair for pair in self._pairs if not ranks >= set(pair)]:
             del self._pairs[pair]
 
     @property

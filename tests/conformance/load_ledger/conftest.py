@@ -1,6 +1,7 @@
 """Load ledgers of one process, of several, and one looked at from another process."""
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import pytest
@@ -65,6 +66,10 @@ class SeenByPeer:
     def forget(self, rank: RankId) -> None:
         self._told().forget(rank)
         self._here.forget(rank)
+
+    def retain(self, ranks: AbstractSet[RankId]) -> None:
+        self._told().retain(ranks)
+        self._here.retain(ranks)
 
     def load(self, rank: RankId) -> RankLoad:
         return self._told().load(rank)

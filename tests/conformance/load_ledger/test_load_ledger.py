@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from balancer.core.load.ledger import LegWork, LoadLedger
+from balancer.core.load.ledger import LegWork, LoadLedger, RankLoad
 from indexer.core.types import BlockKey, InstanceId, RankId
 
 Work = Callable[..., LegWork]
@@ -209,3 +209,37 @@ def test_leg_without_keys_counts_and_promises_nothing(
     assert ledger.busy(FIRST) == (0, 0)
     assert not ledger.has_guesses(FIRST)
     assert ledger.predicted_blocks(FIRST, KEYS, 0) == 0
+
+
+def test_of_ranks_outside_the_fleet_only_legs_in_flight_are_kept(
+    ledger: LoadLedger, work: Work, clock: Any
+) -> None:
+    """Those that end there later, and those that a peer books there later."""
+    early = ledger.hold(work())
+    ledger.retain(frozenset())
+    late = ledger.hold(work())
+    in_flight = ledger.load(FIRST).requests
+    clock.now_s += 1.0
+    for guard in (early, late):
+        guard.first_token()
+        clock.now_s += 1.0
+        guard.generated(10)
+        guard.__exit__(None, None, None)
+    left, rates = ledger.load(FIRST), ledger.load(FIRST).rates
+
+    assert in_flight == 2
+    assert left == RankLoad(rates=rates)
+    assert rates.decode_s == 0
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 0
+
+
+def test_ranks_of_the_fleet_are_kept(ledger: LoadLedger, work: Work) -> None:
+    """What they did lately counts; of the others all is forgotten at once."""
+    for rank in (FIRST, OTHER):
+        with ledger.hold(work(rank)) as guard:
+            guard.first_token()
+    ledger.retain(frozenset({FIRST}))
+
+    assert ledger.load(FIRST).recent_work_s > 0
+    assert ledger.predicted_blocks(FIRST, KEYS, 0) == 6
+    assert ledger.load(OTHER).recent_work_s == 0
