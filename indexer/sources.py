@@ -117,7 +117,7 @@ async def _ask_model(source: InstanceSource, config: IndexerConfig, http: httpx.
         raise InstanceRefusedError(f"{source.instance}: /v1/models answered {answer.status_code}")
     try:
         return parse_model_list(answer.json()).base
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InstanceRefusedError(f"{source.instance}: {error}") from error
 
 
@@ -138,7 +138,7 @@ async def _ask_published(
         return None
     try:
         return _parse_published(answer.json())
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InstanceRefusedError(f"{source.instance}: /kv_event_sources: {error}") from error
 
 

@@ -88,7 +88,7 @@ class EngineHttp:
             raise CallFailedError(f"no connection ({type(error).__name__})") from None
         try:
             read = msgspec.json.decode(answer.content)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             read = None
         return Answer(
             status=answer.status_code,

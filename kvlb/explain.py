@@ -65,7 +65,7 @@ def _read_request(request: str) -> dict[str, Any]:
             ) from error
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"the request is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise SettingsError("the request must be a JSON object, the body of an OpenAI request")

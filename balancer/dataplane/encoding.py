@@ -313,7 +313,7 @@ def _read(raw: bytes) -> Mapping[str, Any]:
     """An encode leg's 200. Raises NoTransferError."""
     try:
         answer = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NoTransferError("the answer to an encode leg is not JSON") from error
     if prefill_fault(answer) is not None:
         raise NoTransferError("the answer to an encode leg tells of an error")

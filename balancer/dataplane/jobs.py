@@ -199,8 +199,8 @@ def read_prefill(raw: bytes, leg: LegRecord) -> Mapping[str, Any]:
     """A prefill leg's answer; its usage goes into the record. Raises NoTransferError."""
     try:
         answer = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise NoTransferError("the prefill answer is not JSON") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise NoTransferError("the prefill answer is not JSON, or nested too deep") from error
     fault = prefill_fault(answer)
     if fault is not None:
         raise NoTransferError(fault)

@@ -28,6 +28,8 @@ from indexer.core.types import InstanceId
 KEEP_ALIVE_S = 4.0
 """Below the 5 s after which engines close an idle connection without a word."""
 
+_UNREADABLE = (ValueError, RecursionError)
+"""What decoding raises of an answer that is nothing we know, or is nested too deep."""
 _REFUSED = frozenset({400, 413, 422})
 _ABSENT = frozenset({403, 404, 405, 501})
 """403: there, but off (vLLM 0.30 and later); 501: the Rust frontend's."""
@@ -128,7 +130,7 @@ class EngineClient:
         answer = await self._call("GET", instance, "/is_sleeping")
         try:
             told = msgspec.json.decode(answer.content, type=_Sleep) if answer.is_success else None
-        except msgspec.DecodeError:
+        except _UNREADABLE:
             told = None
         if told is None:
             self._sleepless.add(instance)
@@ -141,7 +143,7 @@ class EngineClient:
         _refuse_failure(answer)
         try:
             return parse_model_list(msgspec.json.decode(answer.content))
-        except (msgspec.DecodeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise EngineCallError("bad_model_list") from error
 
     async def find_release(self, instance: InstanceId) -> str:
@@ -150,7 +152,7 @@ class EngineClient:
         _refuse_failure(answer)
         try:
             return msgspec.json.decode(answer.content, type=_Version).version
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise EngineCallError("bad_answer") from error
 
     async def find_ranks(self, instance: InstanceId) -> Sequence[int]:
@@ -163,7 +165,7 @@ class EngineClient:
             return ()  # 404 before vLLM 0.31
         try:
             listed = msgspec.json.decode(answer.content, type=dict[int, Any], strict=False)
-        except msgspec.DecodeError:
+        except _UNREADABLE:
             return ()
         return sorted(rank for rank in listed if rank >= 0)
 
@@ -173,7 +175,7 @@ class EngineClient:
             answer = await self._http.get(inquiry.url)
             if answer.is_success:
                 return inquiry.read(msgspec.json.decode(answer.content))
-        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, *_UNREADABLE) as error:
             raise EngineCallError("transfer_unknown") from error
         raise EngineCallError("transfer_unknown")
 
@@ -193,7 +195,7 @@ class EngineClient:
         _refuse_failure(answer)
         try:
             return msgspec.json.decode(answer.content, type=_Tokenized).tokens
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise EngineCallError("bad_answer") from error
 
     async def render(self, instance: InstanceId, question: RenderQuestion) -> Sequence[Rendered]:
@@ -209,7 +211,7 @@ class EngineClient:
         _refuse_failure(answer)
         try:
             return read_rendered(answer.content)
-        except (msgspec.DecodeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise EngineCallError("bad_answer") from error
 
     async def command(

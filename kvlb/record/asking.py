@@ -96,7 +96,7 @@ def _chunks(payloads: list[str]) -> list[Mapping[str, Any]]:
     for payload in payloads:
         try:
             chunk = msgspec.json.decode(payload)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue  # [DONE]
         if isinstance(chunk, Mapping):
             chunks.append(chunk)

@@ -77,7 +77,7 @@ def create_proxy_app(proxy: RecordingProxy) -> FastAPI:
     async def generate(request: Request) -> Response:
         try:
             body = msgspec.json.decode(await request.body())
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             body = None
         if not isinstance(body, dict):
             return _response(Answer(status=400, body=None, text='{"error": "no JSON"}'), JSON)

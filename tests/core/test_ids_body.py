@@ -92,6 +92,7 @@ def _text(make: Callable[[str], str]) -> bytes:
         pytest.param(_text(lambda ids: f'{{"prompt":{ids[:-1]},"x"]}}'), id="no-ids"),
         pytest.param(_text(lambda ids: f'{{"prompt":{ids},}}'), id="no-json"),
         pytest.param(_text(lambda ids: f'{{"prompt":{ids[:-1]}}}'), id="no-end"),
+        pytest.param(_text(lambda ids: f'{{"prompt":{ids},"a":{"[" * 1500}'), id="nested"),
         pytest.param(_text(lambda ids: ids), id="no-object"),
         pytest.param(
             _text(lambda ids: f'{{"prompt":{ids}}}').decode().encode("utf-16"), id="utf-16"

@@ -112,7 +112,15 @@ def test_error_event_is_a_fault() -> None:
     assert read(text("a"), event(error={"message": "died"}), DONE).fault == "error_event"
 
 
-@pytest.mark.parametrize("data", [b"data: {\n\n", b'data: {"choices": 1}\n\n', b"data: \xff\n\n"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"data: {\n\n",
+        b'data: {"choices": 1}\n\n',
+        b"data: \xff\n\n",
+        b'data: {"a":' + b"[" * 9000 + b"\n\n",
+    ],
+)
 def test_garbled_event_is_a_fault(data: bytes) -> None:
     """It is told, not skipped."""
     assert read(data, DONE).fault == "garbled"

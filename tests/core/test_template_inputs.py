@@ -91,6 +91,7 @@ def test_names_and_reasoning_are_kept() -> None:
         pytest.param("", {}, id="empty"),
         pytest.param(None, {}, id="absent"),
         pytest.param("{", {}, id="broken-json"),
+        pytest.param("[" * 100_000, {}, id="nested"),
         pytest.param("[1]", {}, id="no-object"),
     ],
 )

@@ -38,6 +38,7 @@ def test_every_rank_has_to_say_so(expected: Expected, all_came: list[str]) -> No
     ("payload", "reason"),
     [
         (b"\xc1", "malformed"),
+        (b"\x81\xa1x" + b"\x91" * 100_000, "malformed"),
         (msgspec.msgpack.encode(["a"]), "malformed"),
         (told("a", "AllocRequest"), "other_type"),
         (told("b"), "unexpected"),

@@ -266,6 +266,7 @@ async def test_requests_of_clients_are_recorded_on_their_way(tmp_path: Path) -> 
             chat = {"model": "sim", "messages": [{"role": "user", "content": long}]}
             models = await http.get(f"{url}/v1/models")
             refused = await http.post(f"{url}/v1/completions", content=b"{")
+            nested = await http.post(f"{url}/v1/completions", content=b"[" * 100_000)
             plain = await http.post(f"{url}/v1/chat/completions", json={**chat, "max_tokens": 2})
             stream = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2}
             streamed = await http.post(f"{url}/v1/chat/completions", json={**chat, **stream})
@@ -273,7 +274,7 @@ async def test_requests_of_clients_are_recorded_on_their_way(tmp_path: Path) -> 
             for _ in range(2):
                 await http.post(f"{url}/v1/completions", json=text)
         assert models.json()["data"][0]["id"] == "sim"
-        assert (refused.status_code, plain.status_code) == (400, 200)
+        assert (refused.status_code, nested.status_code, plain.status_code) == (400, 400, 200)
         assert streamed.headers["content-type"].startswith("text/event-stream")
         assert streamed.text.rstrip().endswith("data: [DONE]")
 

@@ -201,6 +201,7 @@ async def test_explain_knows_what_is_no_balancer() -> None:
     ("request_text", "says"),
     [
         pytest.param("{", "not valid JSON", id="json"),
+        pytest.param('{"a":' + "[" * 100_000, "not valid JSON", id="nested"),
         pytest.param("[1]", "must be a JSON object", id="list"),
         pytest.param("absent.json", "neither JSON nor a file", id="file"),
     ],

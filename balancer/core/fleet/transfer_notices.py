@@ -65,7 +65,7 @@ class NoticeBook:
         """Raises NoticeRefusedError."""
         try:
             message = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise NoticeRefusedError("malformed") from error
         if message.type != "ProxyNotif":
             raise NoticeRefusedError("other_type")

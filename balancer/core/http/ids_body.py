@@ -39,7 +39,7 @@ def read_ids_body(raw: bytes, texts: IdTexts) -> DecodedBody | None:
     rest = b"%b%b%b" % (raw[:start], _MARK_TEXT, raw[end + 1 :])
     try:
         body = _decode(rest)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     if body.get("prompt") != _MARK or rest.count(_MARK_TEXT) != 1:
         return None

@@ -152,7 +152,7 @@ def decode_message(payload: bytes) -> Message:
     """Raises PeerMessageError for what another version, or nobody, has sent."""
     try:
         message: Message = _decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise PeerMessageError(str(error)) from error
     if message.version != WIRE_VERSION:
         raise PeerMessageError(f"version {message.version}")

@@ -160,7 +160,7 @@ def _tool_call(call: object) -> Mapping[str, Any]:
     if isinstance(arguments, str) and arguments:
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {}
     shown = arguments if isinstance(arguments, dict) else {}
     named = _ordered({**function, "arguments": shown}, "arguments", "name")

@@ -94,7 +94,7 @@ class AnswerReader:
             return
         try:
             event = _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.fault = self.fault or "garbled"
             return
         if event.error is not None:

@@ -76,6 +76,9 @@ def replace_number(told: Booked, number: int) -> Booked:
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"\x93\x01\x02\x03", id="something-else"),
+        pytest.param(
+            b"\x94" + encode_message(Ask(WIRE_VERSION, "me"))[1:] + b"\x91" * 100_000, id="nested"
+        ),
         pytest.param(encode_message(Ask(WIRE_VERSION + 1, "me")), id="another-version"),
     ],
 )

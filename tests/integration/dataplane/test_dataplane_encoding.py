@@ -65,6 +65,7 @@ FAULTS = {
     "404": (say({"error": {"message": "no such model"}}, 404), "engine_refused"),
     "closed": (close, "engine_closed"),
     "not JSON": (say(b"<html>"), "no_transfer"),
+    "nested": (say(b"[" * 100_000), "no_transfer"),
     "error in a 200": (say({"error": {"message": "no"}}), "no_transfer"),
     "aborted": (say({"choices": [{"finish_reason": "abort"}]}), "no_transfer"),
     "silent": (stay_silent, "engine_timeout"),

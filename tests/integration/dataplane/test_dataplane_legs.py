@@ -182,6 +182,7 @@ FAILED_PREFILLS = {
     "no-params": answer_with(b'{"choices":[{"finish_reason":"length"}]}'),
     "empty": answer_with(b""),
     "no-object": answer_with(b"[]"),
+    "nested": answer_with(b"[" * 100_000),
     "500": refuse(500),
     "503": refuse(503),
     "429": refuse(429),

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from indexer.config import InstanceSource
@@ -149,6 +150,7 @@ async def test_engine_without_events_says_why(
     [
         pytest.param([], id="no-object"),
         pytest.param({"0": 5}, id="entry-no-object"),
+        pytest.param(msgspec.Raw(b"[" * 100_000), id="nested"),
         pytest.param({"0": {"topic": "t"}}, id="no-endpoint"),
         pytest.param({"0": {"endpoint": 5}}, id="endpoint-no-text"),
         pytest.param({"zero": {"endpoint": "tcp://*:5557"}}, id="rank-no-number"),

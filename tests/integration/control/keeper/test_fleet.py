@@ -207,6 +207,7 @@ async def test_adapter_loaded_later_is_seen(engine: Any, keeping: Keeping, wait:
     "answer",
     [
         pytest.param((200, b"{"), id="no-json"),
+        pytest.param((200, b"[" * 100_000), id="nested"),
         pytest.param((200, b"[]"), id="no-object"),
         pytest.param((200, b'{"data": []}'), id="no-model"),
     ],

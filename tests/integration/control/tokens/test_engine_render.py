@@ -1,13 +1,14 @@
 """Tokens from engines that render: what is asked, what is believed, and who is asked instead."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
 from balancer.core.control_errors import EngineCallError, RenderAbsentError, TokenizeRefusedError
+from balancer.core.fleet.transfer_facts import NO_FACTS, Inquiry
 from balancer.core.prompt.rendered import Rendered, RenderQuestion
 from balancer.core.request import Endpoint, GenerateRequest
 from balancer.fleet.engine_client import EngineClient
@@ -15,6 +16,7 @@ from balancer.tokens.engine_tokens import ABSENT_S
 from balancer.tokens.reader import PromptReader
 from indexer.core.hashing import MediumPlace
 from indexer.core.index import Prompt
+from indexer.core.types import InstanceId
 
 SameTokens = Callable[[Prompt, list[int]], bool]
 
@@ -249,6 +251,39 @@ async def test_media_that_contradict_each_other_are_no_answer(
 
     with pytest.raises(EngineCallError, match="bad_answer"):
         await client.render(engine.id, RenderQuestion(path=CHAT, body={}))
+
+
+NESTED = b'{"a":' + b"[" * 100_000
+CALLS: dict[str, Callable[[EngineClient, InstanceId], Awaitable[object]]] = {
+    "/v1/models": lambda client, engine: client.list_models(engine),
+    "/version": lambda client, engine: client.find_release(engine),
+    "/tokenize": lambda client, engine: client.tokenize(engine, {}),
+    CHAT: lambda client, engine: client.render(engine, RenderQuestion(path=CHAT, body={})),
+    "/query": lambda client, engine: client.learn(
+        Inquiry(url=f"{engine}/query", read=lambda _: NO_FACTS)
+    ),
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_what_is_nested_too_deep_is_no_answer(
+    path: str, engine: Any, client: EngineClient
+) -> None:
+    """An engine's failure, and no bug of ours."""
+    engine.answers[path] = (200, NESTED)
+
+    with pytest.raises(EngineCallError):
+        await CALLS[path](client, engine.id)
+
+
+async def test_what_may_be_missing_may_be_nested_too_deep(
+    engine: Any, client: EngineClient
+) -> None:
+    """Ranks and sleep are taken for untold."""
+    engine.answers |= {"/kv_event_sources": (200, NESTED), "/is_sleeping": (200, NESTED)}
+
+    assert list(await client.find_ranks(engine.id)) == []
+    assert await client.is_asleep(engine.id) is False
 
 
 @pytest.mark.parametrize(
