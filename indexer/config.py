@@ -101,7 +101,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A rank that computes prompts and publishes nothing for this long is degraded."""
     shared_bind: str | None = None
     """`tcp://*:5557`, bound by us for all instances that have a `topic` and no `events`: they
-    connect to it."""
+    connect to it. Whose connection comes or goes can't be told there: a rank is exact once it is
+    heard, until any connection is lost."""
     discovery_interval_s: PositiveFloat = 10.0
     """How often an instance is asked whether its streams have changed."""
     discovery_retry_s: PositiveFloat = 1.0

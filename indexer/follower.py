@@ -78,6 +78,7 @@ class _Announced:
         self._on_connection = on_connection
         self.on_live = listener.on_live
         self.on_rejected = listener.on_rejected
+        self.on_some_connection = listener.on_some_connection  # not where one rank is followed
 
     async def on_connection(self, *, is_up: bool) -> None:
         self._on_connection(is_up)

@@ -5,7 +5,8 @@ Rules:
 1. Where we connect to an engine's socket the connection is the identity: the topic is ignored.
    The same goes for a port that we bind for one rank alone.
 2. On a port that several ranks share, the topic names the rank. A topic nobody has is counted and
-   dropped.
+   dropped. Whose connection came or went there nobody tells, so it vouches for nobody: a lost one
+   puts every rank of the port in doubt, and each counts as connected once it is heard.
 3. A bad message costs that message. A port that can't be opened is tried again for ever.
 """
 
@@ -34,6 +35,10 @@ class Listener(Protocol):
 
     async def on_live(self, seq: int, payload: bytes) -> None: ...
     async def on_connection(self, *, is_up: bool) -> None: ...
+    async def on_some_connection(self, *, is_up: bool) -> None:
+        """Of a port that others share: perhaps this rank's."""
+        ...
+
     def on_rejected(self, reason: str) -> None: ...
 
 
@@ -77,6 +82,11 @@ class LivePort:
         )
 
     @property
+    def _is_shared(self) -> bool:
+        is_meant_to_be = self.endpoint == self._config.shared_bind
+        return self._direction == "bind" and (is_meant_to_be or len(self._routes) > 1)
+
+    @property
     def is_unused(self) -> bool:
         return not self._routes
 
@@ -86,7 +96,7 @@ class LivePort:
             raise TopicTakenError(f"{self.endpoint}: two ranks share the topic {topic!r}")
         self._routes[topic] = listener
         if self._peers:
-            await listener.on_connection(is_up=True)
+            await self._tell(listener, is_up=True)
 
     def remove(self, topic: str | None) -> None:
         self._routes.pop(topic, None)
@@ -114,13 +124,26 @@ class LivePort:
         while True:
             await socket.wait()
             messages = socket.take_messages()
+            has_lost = False
             for is_up in socket.take_connections():
                 # A connection that fails in its handshake goes without ever having come.
                 self._peers = self._peers + 1 if is_up else max(0, self._peers - 1)
-                for listener in tuple(self._routes.values()):
-                    await listener.on_connection(is_up=is_up)
+                has_lost = has_lost or not is_up
+                await self._tell_all(is_up=is_up)
             for frames in messages:
                 await self._forward(frames)
+            if has_lost and messages and self._is_shared:
+                await self._tell_all(is_up=False)  # they may have been the last words of who went
+
+    async def _tell_all(self, *, is_up: bool) -> None:
+        for listener in tuple(self._routes.values()):
+            await self._tell(listener, is_up=is_up)
+
+    async def _tell(self, listener: Listener, *, is_up: bool) -> None:
+        if self._is_shared:
+            await listener.on_some_connection(is_up=is_up)
+        else:
+            await listener.on_connection(is_up=is_up)
 
     async def _forward(self, frames: Frames) -> None:
         only = next(iter(self._routes.values())) if len(self._routes) == 1 else None

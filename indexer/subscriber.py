@@ -89,6 +89,8 @@ class RankSubscriber:
         self._counts = counts
         self._inbox: asyncio.Queue[Callable[[], list[Effect]]] = asyncio.Queue(_INBOX_MESSAGES)
         self._is_over = False
+        self._is_unheard = False
+        """Its port has peers, and nobody knows whether the rank is one of them."""
         self._replay: asyncio.Task[None] | None = None
         self._turn_began_s = clock()
         self._rebuilds = RebuildSchedule(config.rebuild_interval_s)
@@ -96,12 +98,24 @@ class RankSubscriber:
     async def on_live(self, seq: int, payload: bytes) -> None:
         """Wait while the inbox is full: ZMQ queues meanwhile."""
         await self._put(partial(self.stream.on_live, seq, payload))
+        if self._is_unheard:
+            self._is_unheard, self.is_connected = False, True
+            self._counts.connections += 1
+            await self._put(self.stream.trust.on_present)
 
     async def on_connection(self, *, is_up: bool) -> None:
         self.is_connected = is_up
         self._counts.connections += is_up
         stream = self.stream
         await self._put(stream.on_connected if is_up else stream.on_disconnected)
+
+    async def on_some_connection(self, *, is_up: bool) -> None:
+        """Perhaps its own. A new one is a reason to ask whether anything was missed, no more."""
+        if is_up and self.is_connected:
+            return
+        self.is_connected, self._is_unheard = False, True
+        await self._put(self.stream.trust.on_unheard)
+        await self._put(self.stream.on_connected if is_up else self.stream.on_disconnected)
 
     async def on_cache_dropped(self) -> None:
         """The engine was made to drop its blocks; its own word follows with its next batch."""

@@ -2,13 +2,15 @@
 
 Rules:
 
-1. Seven things keep a rank from being exact: a cut (the live socket has no peer, so what happens now
-   is not heard), silence (the engine computes and publishes nothing), a loss (numbers that never
+1. Eight things keep a rank from being exact: a cut (the live socket has no peer, so what happens now
+   is not heard), not having been heard (on a socket that several ranks share: since it lost a peer,
+   or at all), silence (the engine computes and publishes nothing), a loss (numbers that never
    came, or can't be proved), refused events (numbers that came and couldn't be used), the bound of its tables (blocks left that the engine has), orphans (blocks
    whose parent is unknown), and contradictions (finished legs found other blocks cached than were
    told of, `core.witness`). It is DEGRADED while any of them stands; the reason is the first of
    that order.
-2. Ways back. From a cut: a connection, or a batch; what was missed meanwhile shows then. From
+2. Ways back. From a cut: a connection, or a batch; what was missed meanwhile shows then. From not
+   having been heard: a live message, since a replay comes another way. From
    silence: the next batch. From a loss: a complete replay, or a clear after it. From refused events and the bound: a clear after them, or a new epoch without any. From orphans:
    none are left. From contradictions: a complete replay, a clear, or legs that agree.
 3. A replay is worth asking for after a loss; for orphans until one complete replay has brought no
@@ -36,6 +38,7 @@ class RankTrust:
         self.level = Trust.LOAD_ONLY
         self.reason = "no_events_yet"
         self._is_cut = False
+        self._is_unheard = False
         self._is_joined = False
         """What this epoch began with is known, or known to be lost."""
         self._forget()
@@ -161,6 +164,16 @@ class RankTrust:
         self._is_cut = False
         return self._weigh("reconnected")
 
+    def on_unheard(self) -> list[Effect]:
+        """Whether the live socket's peers are ours can't be told before one is heard."""
+        self._is_unheard = True
+        return self._weigh("")
+
+    def on_present(self) -> list[Effect]:
+        """The rank's own publisher was heard on the live socket."""
+        self._is_cut = self._is_unheard = False
+        return self._weigh("heard_again")
+
     def on_heard(self) -> list[Effect]:
         """A batch has come that was not known. So there is a peer, whether we were told or not."""
         if not self._is_silent and not self._is_cut:
@@ -177,6 +190,7 @@ class RankTrust:
             return []
         standing = (
             "disconnected" if self._is_cut else None,
+            "unheard" if self._is_unheard else None,
             "silent" if self._is_silent else None,
             self._loss,
             "events_refused" if self._refused_at is not None else None,

@@ -214,6 +214,17 @@ def test_cut_connection_lowers_trust_until_there_is_another() -> None:
     assert trust.on_connected() == []
 
 
+def test_rank_of_a_shared_socket_is_in_doubt_until_it_is_heard() -> None:
+    """Neither another peer nor a replayed batch says that its own publisher is there."""
+    trust = whole()
+
+    assert trust.on_unheard() == [TrustChanged(Trust.DEGRADED, "unheard")]
+    assert trust.on_cut() == [TrustChanged(Trust.DEGRADED, "disconnected")]
+    assert trust.on_connected() == [TrustChanged(Trust.DEGRADED, "unheard")]
+    assert trust.on_applied(1, BatchOutcome(), is_gap_open=False) == []
+    assert trust.on_present() == [TrustChanged(Trust.EXACT, "heard_again")]
+
+
 def test_new_batch_says_that_there_is_a_peer() -> None:
     """Though nobody told of the connection."""
     trust = whole()

@@ -106,6 +106,10 @@ class Publisher:
         self._live.close(0)
         self._router.close(0)
 
+    def lose_live_socket(self) -> None:
+        """Its events reach nobody from now on; replays do."""
+        self._live.close(0)
+
     def close(self) -> None:
         self._close_sockets()
         self._context.term()

@@ -42,6 +42,9 @@ class Listening:
         if seq == BATCHES - 1:
             self.done.set()
 
+    async def on_some_connection(self, *, is_up: bool) -> None:
+        pass
+
     async def on_connection(self, *, is_up: bool) -> None:
         pass
 

@@ -7,6 +7,7 @@ from typing import Any
 from indexer.config import IndexerConfig as Config
 from indexer.config import InstanceSource, RankSource
 from indexer.core.index import IndexSize, RankUpdate
+from indexer.core.rank_status import RankStatus
 from indexer.core.stream_effects import (
     GapOpened,
     GapRepaired,
@@ -22,8 +23,8 @@ Event = Callable[..., dict[str, Any]]
 Held = Callable[..., Awaitable[int | None]]
 Source = Callable[..., InstanceSource]
 
-E0, E1 = "http://e0:8000", "http://e1:8000"
-R0, R1 = RankId(InstanceId(E0), 0), RankId(InstanceId(E1), 0)
+E0, E1, E2 = (f"http://e{number}:8000" for number in range(3))
+R0, R1, R2 = (RankId(InstanceId(url), 0) for url in (E0, E1, E2))
 
 
 CLEARED = {"type": "AllBlocksCleared"}
@@ -120,6 +121,52 @@ async def test_shared_port_tells_engines_apart_by_topic(
             await service.caught_up(R0, 1)
             await eventually(lambda: service.rank_status(R1) is None)
             assert await held(index, R1) is None
+
+
+async def test_lost_peer_of_a_shared_port_puts_its_ranks_in_doubt_until_they_are_heard(
+    publishing: Any, indexing: Any, stored: Event, source: Source
+) -> None:
+    """Whose it was nobody tells; and a peer that comes is no proof that all are there."""
+    async with publishing() as spare:
+        bound = spare.events
+    async with (
+        publishing(connect_to=bound, topic=b"a") as first,
+        publishing(connect_to=bound, topic=b"b") as second,
+        publishing(connect_to=bound, topic=b"c") as third,
+    ):
+        engines = [
+            InstanceSource(url=url, topic=topic, replay=each.replay, model="tiny", ranks=1)
+            for url, topic, each in ((E0, "a", first), (E1, "b", second), (E2, "c", third))
+        ]
+        async with indexing(*engines, shared_bind=bound) as (service, _):
+            for each in (first, second, third):
+                await each.subscribed()
+            await service.until(R0, lambda now: now.trust_reason == "unheard")
+            assert not service.rank_status(R0).is_connected
+            for each, rank in ((first, R0), (second, R1), (third, R2)):
+                each.publish(stored(1))
+                await service.until(rank, is_heard)
+
+            first.lose_live_socket()
+            for rank in (R0, R1, R2):
+                await service.until(rank, lambda now: now.trust is Trust.DEGRADED)
+            for each, rank in ((second, R1), (third, R2)):
+                each.publish(stored(2, parent=1, first=1))
+                await service.until(rank, is_heard)
+            gone = service.rank_status(R0)
+            assert (gone.trust_reason, gone.is_connected) == ("disconnected", False)
+
+            first.publish(stored(2, parent=1, first=1), drop=True)
+            third.lose_live_socket()
+            await service.until(R2, lambda now: now.trust is Trust.DEGRADED)
+            await third.restart()
+            await service.caught_up(R0, 1)  # by replay: the port has got another peer
+            gone = await service.until(R0, lambda now: now.trust_reason == "unheard")
+            assert (gone.trust, gone.is_connected) == (Trust.DEGRADED, False)
+
+
+def is_heard(now: RankStatus) -> bool:
+    return now.trust is Trust.EXACT and now.is_connected
 
 
 class FailingIndex(MemoryIndex):
