@@ -8,19 +8,25 @@ Rules:
    it: events that confirmed it may have been followed by events that took it back.
 2. Every prediction covers its prompts from the root on. So what is predicted is prefix-closed, and
    found as `core.load.chain_tree` finds it.
-3. Bounded: past `max_blocks` the oldest predictions go first, whole, whatever their state.
+3. Bounded: past `max_blocks` the oldest predictions go first, whole, whatever their state. Of those that are
+   gone no more is kept than of those that live.
 
 Cost: that of the tree, in, out and looked up: not one of blocks.
 """
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Final, TypeVar
 
 import msgspec
 
 from balancer.core.load.chain_tree import ChainTree, Stretch
 from indexer.core.types import BlockKey
+
+_Due = TypeVar("_Due", int, float)
+_FEW: Final = 64
+"""So many expiries of what is gone may be kept beside as many as live."""
 
 
 class Prediction(msgspec.Struct, eq=False):
@@ -80,6 +86,11 @@ class RankPredictions:
         heappush(self._expiries, (at_s, prediction.number))
         if after_tokens:
             heappush(self._pushed_out, (self._sent_tokens + after_tokens, prediction.number))
+        most = 2 * len(self._live) + _FEW
+        if len(self._expiries) > most:
+            self._expiries = self._of_living(self._expiries)
+        if len(self._pushed_out) > most:
+            self._pushed_out = self._of_living(self._pushed_out)
 
     def withdraw(self, prediction: Prediction) -> None:
         """Stop counting it now. Doing so twice changes nothing."""
@@ -107,6 +118,11 @@ class RankPredictions:
         self._expiries.clear()
         self._pushed_out.clear()
         self.blocks = 0
+
+    def _of_living(self, due: list[tuple[_Due, int]]) -> list[tuple[_Due, int]]:
+        kept = [each for each in due if each[1] in self._live]
+        heapify(kept)
+        return kept
 
     def _drop(self, number: int) -> None:
         prediction = self._live.get(number)

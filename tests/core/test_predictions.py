@@ -1,0 +1,52 @@
+"""What is kept of predictions: those that live, and little of those that are gone."""
+
+import tracemalloc
+
+import pytest
+
+from balancer.core.load.predictions import RankPredictions
+from indexer.core.types import BlockKey
+
+
+@pytest.mark.parametrize("ends", ["expired", "withdrawn"])
+def test_nothing_piles_up_of_what_is_gone(ends: str) -> None:
+    """Neither behind a count of tokens that isn't reached, nor behind a time that is far off."""
+    predictions = RankPredictions(10_000)
+    keys = [BlockKey(number) for number in range(4)]
+    kept_bytes = []
+    tracemalloc.start()
+    for number in range(20_000):
+        prediction = predictions.add([keys])
+        if ends == "expired":
+            predictions.expire(prediction, number + 5.0, after_tokens=1 << 40)
+        else:
+            predictions.expire(prediction, 1e9, after_tokens=1 << 40)
+            predictions.withdraw(prediction)
+        predictions.sent(1)
+        predictions.purge(number)
+        if number % 10_000 == 9_999:
+            kept_bytes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+
+    assert kept_bytes[1] - kept_bytes[0] < 100_000
+    assert predictions.run_blocks(keys, 0) == (4 if ends == "expired" else 0)
+
+
+def test_what_lives_expires_when_it_should() -> None:
+    """However much came and went beside it."""
+    predictions = RankPredictions(10_000)
+    by_time, by_tokens = [BlockKey(1)], [BlockKey(2)]
+    predictions.expire(predictions.add([by_time]), 10.0)
+    predictions.expire(predictions.add([by_tokens]), 1e9, after_tokens=600)
+    for _ in range(500):
+        gone = predictions.add([[BlockKey(3)]])
+        predictions.expire(gone, 5.0, after_tokens=100)
+        predictions.withdraw(gone)
+        predictions.sent(1)
+    predictions.purge(9.0)
+    before = [predictions.run_blocks(keys, 0) for keys in (by_time, by_tokens)]
+    predictions.sent(100)
+    predictions.purge(10.0)
+
+    assert before == [1, 1]
+    assert [predictions.run_blocks(keys, 0) for keys in (by_time, by_tokens)] == [0, 0]
