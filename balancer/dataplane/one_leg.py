@@ -258,7 +258,8 @@ class LegCarrier:
         def keep(raw: bytes) -> None:
             turn = ended_turn(job, plan, raw)
             if turn is not None:
-                self._conversations.put(conversation, turn, expires_s=self._clock() + ttl_s)
+                now_s = self._clock()
+                self._conversations.put(conversation, turn, now_s=now_s, expires_s=now_s + ttl_s)
 
         return keep
 

@@ -1,6 +1,7 @@
 """What of a conversation's last turn the next one's prefill may read, and what it must not."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -140,8 +141,8 @@ def test_never_more_than_the_prompts_have_in_common(common: int, length: int, he
 def test_a_turn_is_used_once_and_in_time() -> None:
     """The next turn takes it; one that comes late finds nothing."""
     turns = Conversations()
-    turns.put("a", turn(), expires_s=10)
-    turns.put("b", turn(), expires_s=10)
+    turns.put("a", turn(), now_s=0, expires_s=10)
+    turns.put("b", turn(), now_s=0, expires_s=10)
 
     assert turns.take("a", 9.9) is not None
     assert turns.take("a", 9.9) is None
@@ -153,10 +154,48 @@ def test_the_oldest_conversation_leaves_first() -> None:
     """A turn of one that goes on is a new one."""
     turns = Conversations(limit=2)
     for name in ("a", "b", "a", "c"):
-        turns.put(name, turn(), expires_s=10)
+        turns.put(name, turn(), now_s=0, expires_s=10)
 
     assert turns.take("b", 0) is None
     assert turns.take("a", 0) is not None
+
+
+def test_turns_whose_time_is_over_are_not_kept() -> None:
+    """They leave with the next one, however few there are."""
+    turns = Conversations()
+    for second in range(5):
+        turns.put(f"c{second}", turn(), now_s=second, expires_s=second + 2)
+
+    assert len(turns) == 2
+
+
+def test_tokens_of_all_turns_are_bounded() -> None:
+    """However few turns; one that is taken counts no more."""
+    tokens = turn().tokens
+    turns = Conversations(max_tokens=2 * tokens)
+    for name in "abc":
+        turns.put(name, turn(), now_s=0, expires_s=10)
+    after = len(turns)
+    turns.take("b", 0)
+    turns.put("d", turn(), now_s=0, expires_s=10)
+
+    assert (tokens > 0, after) == (True, 2)
+    assert turns.take("c", 0) is not None
+
+
+def test_long_names_are_not_kept() -> None:
+    """Of whatever characters; they are told apart all the same."""
+    turns = Conversations()
+    names = ["c" * 1_000_000 + end for end in ("a", "b", "\ud800")]
+    tracemalloc.start()
+    for name in names:
+        turns.put(name, turn(), now_s=0, expires_s=10)
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert kept_bytes < 100_000
+    assert len(turns) == 3
+    assert turns.take(names[2], 0) is not None
 
 
 def stream(*chunks: Any) -> bytes:

@@ -115,7 +115,7 @@ def test_another_rank_vouches_for_nothing() -> None:
 def test_a_turn_is_taken_only_by_who_can_use_it() -> None:
     """A request of no conversation, without a prefill leg or of several prompts leaves it there."""
     turns = Conversations()
-    turns.put("c", last_turn(), expires_s=10)
+    turns.put("c", last_turn(), now_s=0, expires_s=10)
     pair = plan(choice("d", Role.DECODE))
 
     assert take_turn(job(conversation=None), pair, turns, 0) is None

@@ -12,7 +12,8 @@ Rules:
    it if the client sent it back word for word (reasoning is often stripped) *and* the decode rank's
    events say that it holds this prompt's tokens so far. Text alone could be cut into other tokens.
 3. An answer that can't be read, or in which there is more than text, is remembered as a prompt only.
-4. The number of turns is bounded; the one that was used longest ago leaves first.
+4. The number of turns is bounded, and that of their tokens; the one that was used longest ago leaves first. So do
+   those whose time is over. Conversations are known by a digest of what clients call them.
 
 Cost: one comparison per block of the last prompt; one decoding of the answer, for named
 conversations only.
@@ -21,6 +22,7 @@ conversations only.
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -30,6 +32,8 @@ from indexer.core.index import Prompt
 from indexer.core.types import BlockKey, RankId
 
 MAX_TURNS = 10_000
+MAX_TOKENS = 16_000_000
+"""Of all turns together: each block is a key and an id, some 80 MB for blocks of 16 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,11 @@ class LastTurn:
     """Digest of the text that was generated."""
     expires_s: float
 
+    @property
+    def tokens(self) -> int:
+        """In the full blocks of its prompt."""
+        return len(self.keys) * self.block_size
+
 
 def remember(
     answered: Answered, rank: RankId, prompt: Prompt, body: Mapping[str, Any], block_size: int
@@ -77,24 +86,45 @@ def remember(
 class Conversations:
     """The last turn of each conversation. Keeps time by what it is told."""
 
-    def __init__(self, limit: int = MAX_TURNS) -> None:
-        self._turns: OrderedDict[str, LastTurn] = OrderedDict()
+    def __init__(self, limit: int = MAX_TURNS, *, max_tokens: int = MAX_TOKENS) -> None:
+        self._turns: OrderedDict[bytes, LastTurn] = OrderedDict()
         self._limit = limit
+        self._max_tokens = max_tokens
+        self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def put(self, conversation: str, turn: LastTurn, *, expires_s: float) -> None:
+    def put(self, conversation: str, turn: LastTurn, *, now_s: float, expires_s: float) -> None:
         """Remember a turn in place of the one before."""
-        self._turns.pop(conversation, None)
-        self._turns[conversation] = replace(turn, expires_s=expires_s)
-        if len(self._turns) > self._limit:
-            self._turns.popitem(last=False)
+        name = _digest(conversation)
+        self._pop(name)
+        self._turns[name] = replace(turn, expires_s=expires_s)
+        self._tokens += turn.tokens
+        while self._turns and self._must_drop(next(iter(self._turns.values())), now_s):
+            self._pop(next(iter(self._turns)))
 
     def take(self, conversation: str, now_s: float) -> LastTurn | None:
         """The last turn, for the only time; None if there is none, or it came too long ago."""
-        turn = self._turns.pop(conversation, None)
+        turn = self._pop(_digest(conversation))
         return turn if turn is not None and now_s < turn.expires_s else None
+
+    def _must_drop(self, oldest: LastTurn, now_s: float) -> bool:
+        return (
+            oldest.expires_s <= now_s
+            or len(self._turns) > self._limit
+            or self._tokens > self._max_tokens
+        )
+
+    def _pop(self, name: bytes) -> LastTurn | None:
+        turn = self._turns.pop(name, None)
+        if turn is not None:
+            self._tokens -= turn.tokens
+        return turn
+
+
+def _digest(conversation: str) -> bytes:
+    return sha256(conversation.encode("utf-8", "surrogatepass")).digest()
 
 
 def usable_params(
