@@ -313,7 +313,9 @@ class RankKeeper:
 
     async def _renew(self, journal: RankJournal) -> None:
         async with self._turn:
-            if self.is_behind:  # found by a write that had the turn before: once is enough
+            # Behind: found by a write that had the turn before, and once is enough. No tables: the
+            # rank is claimed and still being read, and nothing can be held against it.
+            if self.is_behind or self._latest is None:
                 return
             try:
                 await journal.renew(self._rank)

@@ -46,7 +46,12 @@ class Kept:
         self.server = server
         self.index = RedisIndex(RedisConnection(server.settings(**settings)))
         self.faults: Counter[str] = Counter()
-        self.keeper = RankKeeper(
+        self.keeper = self.new_keeper()
+        self.blocks = self.new_life(1)
+        self._seq = 0
+
+    def new_keeper(self) -> RankKeeper:
+        return RankKeeper(
             index=self.index,
             journal=self.index,
             source=SOURCE,
@@ -54,8 +59,6 @@ class Kept:
             on_progress=lambda: None,
             turns=Turns(),
         )
-        self.blocks = self.new_life(1)
-        self._seq = 0
 
     def new_life(self, epoch: int) -> RankBlocks:
         self.blocks = RankBlocks(rank=R0, model="tiny", epoch=epoch, keeps_rows=True)
@@ -269,6 +272,29 @@ async def test_loss_that_a_write_has_found_is_counted_once(
         running.cancel()
 
     assert kept.faults == {"lost": 1}
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+async def test_rank_that_is_still_being_read_is_held_against_nothing(
+    keeping: Callable[..., Awaitable[Kept]], is_readable: bool
+) -> None:
+    """A heartbeat may be due between the claim of a large rank and the tables that are built of it."""
+    heartbeat_s = 0.05
+    kept = await keeping(heartbeat_s=heartbeat_s)
+    await kept.apply(stored(1), stored(2))
+    await kept.keeper.set_trust(Trust.EXACT)
+    if not is_readable:
+        state = kept.server.command("--scan", "--pattern", "*:state").strip()
+        kept.server.command("HSET", state, "facts", "abc")
+    later = kept.new_keeper()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(later.run())
+        record = await later.restore()
+        await asyncio.wait((running,), timeout=4 * heartbeat_s)
+        running.cancel()
+
+    assert (record is not None) == is_readable
+    assert kept.faults == ({} if is_readable else {"lost": 1})
 
 
 async def test_keys_that_went_missing_are_written_anew(kept: Kept) -> None:

@@ -150,7 +150,7 @@ async def test_peer_that_answers_no_ping_is_let_go() -> None:
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
         writer.write(greeting + b"\x04" + bytes([len(ready)]) + ready)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             told = await reader.read()  # until the end
         writer.close()
     finally:
