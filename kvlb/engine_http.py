@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from balancer.core.http.own_mark import BALANCER
+from balancer.fleet.engine_sockets import UNTRUSTED, is_untrusted
 
 _DATA = "data: "
 
@@ -84,6 +85,8 @@ class EngineHttp:
         except httpx.TimeoutException as error:
             raise CallFailedError("no answer in time") from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            if is_untrusted(error):
+                raise CallFailedError(UNTRUSTED) from None
             # Its type alone: the text of some holds the headers, and so the key.
             raise CallFailedError(f"no connection ({type(error).__name__})") from None
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,13 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_BY_SIGNAL = 128
+_MOST_FILES = 2**20
+"""No kernel lets a process open more unless it was told to (`fs.nr_open`)."""
 
 
 def run_command(command: Coroutine[Any, Any, T]) -> T:
     """Run `command` to its end. A KvlbError from inside any task group comes out as itself."""
+    _allow_more_files()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(command)
@@ -29,6 +33,16 @@ def run_command(command: Coroutine[Any, Any, T]) -> T:
         if deliberate is None or group.split(KvlbError)[1] is not None:
             raise
         raise _first(deliberate) from group
+
+
+def _allow_more_files() -> None:
+    """As many as the process may ask for: a stream takes two, and systemd lets 1,024 be open at first."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < most:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
 
 
 def spare_startup_objects() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from balancer.fleet.engine_sockets import tls_context
 from indexer.config import IndexerConfig, InstanceSource, RankSource
 from indexer.core.endpoints import EndpointError, check_endpoint
 from indexer.core.stream_effects import Effect, ReplayEnded, RequestReplay
@@ -228,7 +229,7 @@ async def find_streams(options: EventsOptions) -> Sequence[RankSource]:
         ]
     engine = _instance_source(options)
     try:
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with httpx.AsyncClient(trust_env=False, verify=tls_context()) as http:
             found = await find_sources(engine, config=IndexerConfig(), http=http)
     except InstanceRefusedError as error:
         raise PeerError(str(error)) from error

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from balancer.fleet.engine_sockets import tls_context
 from kvlb.balancer_url import balancer_url
 from kvlb.errors import PeerError, SettingsError
 
@@ -77,7 +78,7 @@ def _call(method: str, url: str, path: str, question: Mapping[str, Any] | None) 
     headers = {"X-API-Key": key} if key else {}
     try:
         # Proxies of the environment are for other hosts than a balancer.
-        with httpx.Client(trust_env=False, timeout=TIMEOUT_S) as client:
+        with httpx.Client(trust_env=False, verify=tls_context(), timeout=TIMEOUT_S) as client:
             answer = client.request(method, f"{url}{path}", json=question, headers=headers)
             body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -22,6 +22,7 @@ from balancer.asgi import App
 from balancer.core.fleet.view import RankFacts
 from balancer.core.settings.errors import ConfigError
 from balancer.fleet.control import FleetLinks
+from balancer.fleet.engine_sockets import tls_context
 from balancer.fleet.members import Members
 from balancer.guards import guard
 from balancer.routes import add_error_answers
@@ -306,7 +307,9 @@ async def _new_indexer(
         index=opened.index,
         journal=opened.journal,
         reports=reports,
-        http=await stack.enter_async_context(httpx.AsyncClient(trust_env=False)),
+        http=await stack.enter_async_context(
+            httpx.AsyncClient(trust_env=False, verify=tls_context())
+        ),
     )
     registry.register(IndexerCollector(indexer))
     return indexer

@@ -4,6 +4,11 @@ from balancer.core.errors import EngineError
 
 NAME_UNKNOWN = "name_unknown"
 """Its host name stands for no address, as far as this machine can tell."""
+ENGINE_UNTRUSTED = "engine_untrusted"
+"""Its certificate is of no authority that is trusted here, of another host, or outdated."""
+
+NO_FILES = "no_files"
+"""This process may open no further connection; the engine may be well."""
 
 
 class EngineCallError(EngineError):

@@ -184,6 +184,17 @@ class OverloadedError(FleetError):
         self.retry_after_s = retry_after_s
 
 
+class NoFilesError(FleetError):
+    """This process may open no further connection; engines are not to blame."""
+
+    code = "no_files"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this balancer may open no more connections: raise its limit of open files"
+        )
+
+
 class ChangesLostError(FleetError):
     """What keeps run-time changes of the fleet doesn't answer: nothing was changed."""
 

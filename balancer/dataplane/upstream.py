@@ -22,9 +22,15 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
-from balancer.core.errors import ConnectTimeoutError, EngineClosedError, EngineUnreachableError
+from balancer.core.errors import (
+    ConnectTimeoutError,
+    EngineClosedError,
+    EngineUnreachableError,
+    NoFilesError,
+)
 from balancer.core.http.body import Body
 from balancer.dataplane.connection import Connection, UpstreamAnswer
+from balancer.fleet.engine_sockets import NO_FILES_LEFT, tls_context
 
 _LONGEST_LOOK_S: Final = 1.0
 _STALE_S: Final = 1.0
@@ -205,14 +211,18 @@ class Upstream:
                 )
         except TimeoutError as error:
             raise ConnectTimeoutError("the engine did not accept a connection in time") from error
+        except ssl.SSLCertVerificationError as error:
+            raise EngineUnreachableError("the engine's certificate isn't trusted") from error
         except (OSError, UnicodeError) as error:
+            if isinstance(error, OSError) and error.errno in NO_FILES_LEFT:
+                raise NoFilesError from error
             raise EngineUnreachableError("no connection to the engine") from error
         _tune(transport)
         return connection
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:
-            self._tls = ssl.create_default_context()
+            self._tls = tls_context()
         return self._tls
 
     def _take_idle(self, pool: _Pool) -> Connection | None:

@@ -4,6 +4,7 @@ Every failure leaves as an error of `core.control_errors`; no call retries.
 """
 
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -11,7 +12,9 @@ import httpx
 import msgspec
 
 from balancer.core.control_errors import (
+    ENGINE_UNTRUSTED,
     NAME_UNKNOWN,
+    NO_FILES,
     EngineCallError,
     EngineDrainingError,
     RenderAbsentError,
@@ -22,6 +25,7 @@ from balancer.core.fleet.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
 from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
 from balancer.core.http.own_mark import balancer_reason
 from balancer.core.prompt.rendered import Rendered, RenderQuestion, read_rendered
+from balancer.fleet.engine_sockets import NO_FILES_LEFT, tls_context
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
 
@@ -67,11 +71,12 @@ class EngineClient:
         """Calls may be under way on them."""
         self._sleepless: set[InstanceId] = set()
         """Engines that can't sleep, or don't say."""
+        self._tls = tls_context()
         self._http = self._open()
 
     def _open(self) -> httpx.AsyncClient:
-        # trust_env: a proxy variable meant for the internet must not catch calls to engines.
         return httpx.AsyncClient(
+            verify=self._tls,
             timeout=self._timeout_s,
             trust_env=False,
             limits=httpx.Limits(
@@ -254,8 +259,7 @@ class EngineClient:
                 timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            failed = NAME_UNKNOWN if _is_name_unknown(error) else "engine_unreachable"
-            raise EngineCallError(failed) from error
+            raise EngineCallError(_why_unconnected(error)) from error
         except httpx.TimeoutException as error:
             raise EngineCallError("probe_timeout") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -269,13 +273,17 @@ class EngineClient:
         return answer
 
 
-def _is_name_unknown(error: BaseException | None) -> bool:
-    """What httpx says of it is the resolver's text; what it was is behind it."""
+def _why_unconnected(error: BaseException | None) -> str:
+    """What httpx says of it is somebody else's text; what it was is behind it."""
     while error is not None:
         if isinstance(error, socket.gaierror):
-            return True
+            return NAME_UNKNOWN
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return ENGINE_UNTRUSTED
+        if isinstance(error, OSError) and error.errno in NO_FILES_LEFT:
+            return NO_FILES
         error = error.__cause__ or error.__context__
-    return False
+    return "engine_unreachable"
 
 
 def _refuse_failure(answer: httpx.Response) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from balancer.fleet.engine_sockets import tls_context
 from kvlb.audit.live_rules import (
     Decision,
     RankFacts,
@@ -32,7 +33,9 @@ async def watch_balancer(
     """Sample until the minutes are over or `stopped` is set. Raises PeerError."""
     key = os.environ.get("KVLB_ADMIN_API_KEY")
     headers = {"X-API-Key": key} if key else {}
-    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, headers=headers) as http:
+    async with httpx.AsyncClient(
+        trust_env=False, verify=tls_context(), timeout=TIMEOUT_S, headers=headers
+    ) as http:
         watch = BalancerWatch(url, http)
         await watch.begin()
         loop = asyncio.get_running_loop()

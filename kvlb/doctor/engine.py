@@ -2,13 +2,13 @@
 
 import asyncio
 import re
-import ssl
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
+from balancer.fleet.engine_sockets import tls_context
 from indexer.core.endpoints import EndpointError, check_endpoint
 from indexer.core.model_cards import ServedModels, parse_model_list
 from kvlb.doctor.core.exposition import EngineMetrics, read_metrics
@@ -109,7 +109,7 @@ async def idle_closed_after_s(url: str, keep_alive_s: float) -> float | None:
     """Leave a connection idle for as long as our pool would, and time the engine's close."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    context = ssl.create_default_context() if parts.scheme == "https" else None
+    context = tls_context() if parts.scheme == "https" else None
     try:
         async with asyncio.timeout(keep_alive_s + 5):
             reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context)

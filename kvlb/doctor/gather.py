@@ -11,6 +11,7 @@ import httpx
 import zmq.asyncio
 
 from balancer.core.fleet.snapshot import Role
+from balancer.fleet.engine_sockets import tls_context
 from indexer.config import RankSource
 from indexer.core.events import BlockStored
 from indexer.core.types import RankId
@@ -67,7 +68,10 @@ async def gather_facts(
 ) -> FleetFacts:
     """Look at every enabled instance of `settings`."""
     async with httpx.AsyncClient(
-        trust_env=False, timeout=patience.http_s, limits=httpx.Limits(keepalive_expiry=2)
+        trust_env=False,
+        verify=tls_context(),
+        timeout=patience.http_s,
+        limits=httpx.Limits(keepalive_expiry=2),
     ) as http:
         context = zmq.asyncio.Context()
         try:

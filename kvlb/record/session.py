@@ -10,6 +10,7 @@ import httpx
 import zmq.asyncio
 
 from balancer.core.fleet.snapshot import Role
+from balancer.fleet.engine_sockets import tls_context
 from kvlb.errors import PeerError
 from kvlb.event_taps import tapped
 from kvlb.record.asking import ask
@@ -53,7 +54,9 @@ async def record(
 ) -> CaptureWriter:
     """Record until the requests are sent, the minutes are over, or `stopped` is set."""
     limits = httpx.Limits(keepalive_expiry=2)
-    async with httpx.AsyncClient(trust_env=False, timeout=HTTP_TIMEOUT_S, limits=limits) as http:
+    async with httpx.AsyncClient(
+        trust_env=False, verify=tls_context(), timeout=HTTP_TIMEOUT_S, limits=limits
+    ) as http:
         engines = await find_engines(settings, http)
         stations = [station for engine in engines for station in engine.stations]
         send = drive or _player(options)

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import ssl
-import subprocess
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -125,22 +124,6 @@ async def test_proxy_of_the_environment_is_ignored(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     async with engine(answer_ok) as fake, opened() as upstream:
         assert (await get(upstream, fake)).status == 200
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """Key and self-signed certificate of `localhost`."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
-            *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return key, certificate
 
 
 async def test_tls(certificate: tuple[Path, Path], opened: Opened) -> None:
