@@ -217,6 +217,7 @@ def publishing(reserved: Reserved) -> Publishing:
 
 
 BOTH_BACKENDS = {
+    "test_block_groups_routed",
     "test_block_kinds",
     "test_event_faults",
     "test_indexer_chaos",
