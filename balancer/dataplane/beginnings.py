@@ -6,7 +6,8 @@ Rules:
    had its status (`core.http.told_error`); an engine that gave up without a word told one.
 2. Of an event stream whatever comes before the first token waits for it: engines send a 200, and
    some a chat's opening, before they have computed or loaded anything. A stream that ends or
-   begins with an error there has failed like any answer, so another instance may be tried.
+   begins with an error there has failed like any answer, so another instance may be tried. It is
+   one by its beginning, too, whatever kind it names. Where text is asked for an empty 200 has failed.
 3. Blocks are handed over once. A leg that loads them is not written a second time, on whatever
    connection: the first may have been read, and who reads after that reads something else. Nor is
    one that keeps blocks under a name: the engine would have two of that name.
@@ -31,6 +32,7 @@ from balancer.core.http.told_error import (
     DECISIVE_BYTES,
     ToldError,
     begins_as_error,
+    begins_as_events,
     is_usual,
     read_error,
     read_wordless,
@@ -44,6 +46,7 @@ MAX_HELD_BYTES: Final = 1024 * 1024
 _JSON_KIND: Final = b"application/json"
 _JSON: Final = ((b"content-type", _JSON_KIND),)
 _LOAD_FAILED: Final = 500
+_EMPTY: Final = "the engine answered 200 without a body"
 
 
 class Readiness:
@@ -113,20 +116,22 @@ async def forwarded_beginning(answer: UpstreamAnswer, leg: LegRecord, *, generat
     """Wait for the first bytes of whatever was answered. Raises EngineError.
 
     Only JSON is looked at for an error inside a 200, and an event stream whose first piece may be
-    one. `generates`: also for the words of an engine that gave up, and of a stream all up to its
-    first word.
+    one. `generates`: also for the words of an engine that gave up, of a stream all up to its
+    first word, and whatever kind it names.
     """
     held = await answer.next_chunk()
     if answer.status != 200 or answer.is_encoded:
         return held
+    if generates and not held:
+        raise EngineClosedError(_EMPTY)
     if answer.is_event_stream:
         is_read = generates or b"error" in held
         return await _stream_beginning(answer, leg, held) if is_read else held
-    kind = find_header(answer.headers, b"content-type") or b""
-    if not kind.startswith(_JSON_KIND):
+    is_json = (find_header(answer.headers, b"content-type") or b"").startswith(_JSON_KIND)
+    if not (is_json or generates):
         return held
     held = await _whole_beginning(answer, leg, held)
-    if not generates:
+    if not (is_json and generates):
         return held
     held = await gather(answer, held)
     told = read_wordless(held) or read_silent(held)
@@ -146,7 +151,7 @@ async def gather(answer: UpstreamAnswer, first: bytes) -> bytes:
 async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
     held = held or await _next_chunk(answer)
     if not held and answer.status == 200:
-        raise EngineClosedError("the engine answered 200 without a body")
+        raise EngineClosedError(_EMPTY)
     if answer.is_event_stream:
         return await _stream_beginning(answer, leg, held)
     return held if answer.is_encoded else await _whole_beginning(answer, leg, held)
@@ -158,7 +163,9 @@ async def _stream_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes)
         chunk = await _next_chunk(answer)
         if not chunk:
             told = read_ended(held)
-            break  # an empty stream is the engine's to send
+            if told is None:
+                raise EngineClosedError("the engine's stream ended before its first word")
+            break
         held += chunk
         told = read_beginning(held)
     if isinstance(told, ToldError):
@@ -173,6 +180,8 @@ async def _whole_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) 
     # One that is cut behind its first byte is told as that, however early.
     while len(held) < DECISIVE_BYTES and (chunk := await answer.next_chunk()):
         held += chunk
+    if begins_as_events(held):
+        return await _stream_beginning(answer, leg, held)
     if not begins_as_error(held):
         return held
     held += await answer.read(MAX_ERROR_BYTES)

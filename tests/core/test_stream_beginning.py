@@ -31,6 +31,8 @@ FAILED = b'data: {"error":{"message":"m","code":500}}\n\n'
         pytest.param(b'data: {"error":null}\n\n', True, id="no-error"),
         pytest.param(b'data: {"error":\n\n', True, id="no-json"),
         pytest.param(b'event: ping\ndata: {"type": "ping"}\n\n', False, id="named-opening"),
+        pytest.param(b"data:\n\n", False, id="empty-data"),
+        pytest.param(b"data: \ndata:\n\n" + TOKEN, True, id="empty-data-and-token"),
         pytest.param(b"data: " + b"x" * 70_000, True, id="too-long"),
     ],
 )
@@ -39,7 +41,11 @@ def test_an_event_that_says_something_ends_the_beginning(held: bytes, says: bool
     assert read_beginning(held) is says
 
 
-@pytest.mark.parametrize("before", [b"", OPENING], ids=["first", "behind-an-opening"])
+@pytest.mark.parametrize(
+    "before",
+    [b"", OPENING, b"data:\n\n", b"retry: 10\n\n", b"\xef\xbb\xbf"],
+    ids=["first", "behind-an-opening", "behind-empty-data", "behind-retry", "byte-order-mark"],
+)
 def test_an_error_is_the_answer(before: bytes) -> None:
     """With its own status."""
     error = b'{"error": {"message": "m", "code": 400}}'

@@ -11,6 +11,7 @@ from balancer.core.http.told_error import (
     DECISIVE_BYTES,
     ToldError,
     begins_as_error,
+    begins_as_events,
     is_usual,
     read_error,
     read_named_error,
@@ -27,6 +28,10 @@ from balancer.core.http.told_error import (
         pytest.param('{"error":"Unauthorized"}', id="words"),
         pytest.param('{"object":"error","message":"m"}', id="up-to-0.10.0"),
         pytest.param('{"type":"error","error":{}}', id="messages"),
+        pytest.param('\ufeff{"error": {"message": "m"}}', id="byte-order-mark"),
+        pytest.param('{"message":"m","object":"error","code":400}', id="message-first"),
+        pytest.param('{"code": 400, "object":"error"}', id="code-first"),
+        pytest.param('{"type": "BadRequestError","object":"error"}', id="type-first"),
     ],
 )
 def test_forms_of_errors_are_known_by_their_beginning(document: str) -> None:
@@ -44,6 +49,7 @@ def test_forms_of_errors_are_known_by_their_beginning(document: str) -> None:
         pytest.param('{"object":"list","data":[]}', id="list"),
         pytest.param('{"id":"r","error":{"message":"m"}}', id="field-of-an-answer"),
         pytest.param('[{"error":{}}]', id="array"),
+        pytest.param('{"type":"message","content":[]}', id="message"),
     ],
 )
 def test_other_documents_are_none(document: str) -> None:
@@ -199,3 +205,35 @@ def test_a_usual_answer_is_never_taken_for_an_error(fields: dict[str, Any]) -> N
 
     assert is_usual(document)
     assert not begins_as_error(document[:DECISIVE_BYTES])
+
+
+def test_a_byte_order_mark_is_no_part_of_an_error() -> None:
+    """Clients read it as JSON."""
+    error = b'{"error":{"message":"m","code":503}}'
+
+    assert read_error(b"\xef\xbb\xbf" + error) == ToldError(status=503, body=error)
+
+
+def test_an_error_behind_other_members_is_one_where_nothing_else_is_said() -> None:
+    """An answer may have an `error` of its own."""
+    error = b'{"id":"x","error":{"message":"m","code":503}}'
+
+    assert read_wordless(error) == ToldError(status=503, body=error)
+    assert read_wordless(error[:-1] + b',"output":[]}') is None
+    assert read_wordless(b'{"id":"x","error":{}}') is None
+
+
+@pytest.mark.parametrize(
+    ("beginning", "are_events"),
+    [
+        (b"data: {}\n\n", True),
+        (b"\xef\xbb\xbfevent: error", True),
+        (b"\n: ping\n\n", True),
+        (b'{"data": 1}', False),
+        (b"database", False),
+        (b"", False),
+    ],
+)
+def test_a_stream_is_known_by_its_beginning(beginning: bytes, are_events: bool) -> None:
+    """Whatever kind it was told to be."""
+    assert begins_as_events(beginning) is are_events

@@ -194,6 +194,7 @@ def _shows_token(event: bytes) -> bool:
 
 
 def data_of(event: bytes) -> bytes | None:
-    """Return an event's data, None if it has none (a comment, a lone blank line)."""
+    """Return an event's data, None if it has none (a comment, a lone blank line, empty data)."""
     lines = [line[5:] for line in event.splitlines() if line.startswith(b"data:")]
-    return b"\n".join(lines) if lines else None
+    data = b"\n".join(lines)
+    return data if data.strip() else None

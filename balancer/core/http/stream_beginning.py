@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Comments and a chat's opening (`core.http.sse`), or what opens an answer of another API
+1. Comments, empty data and a chat's opening (`core.http.sse`), or what opens an answer of another API
    (`core.http.gave_up`), say nothing: an engine may send them before it has
    computed, or loaded, anything, and then fail.
 2. The first event that says something decides. An error that comes after it is the client's to see.
@@ -18,6 +18,7 @@ from typing import Final
 from balancer.core.http.gave_up import read_named
 from balancer.core.http.sse import data_of, is_opening
 from balancer.core.http.told_error import (
+    BYTE_ORDER_MARK,
     ToldError,
     read_error,
     read_named_error,
@@ -31,7 +32,7 @@ _LONGEST_BYTES: Final = 64 * 1024
 
 def read_beginning(held: bytes) -> ToldError | bool:
     """Tell whether these first bytes say something; the error, if that is what they say."""
-    start = 0
+    start = len(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else 0
     for end in _EVENT_END.finditer(held):
         event = held[start : end.end()]
         start = end.end()

@@ -6,7 +6,8 @@ Rules:
    to 0.10.0) or `"type": "error"` (Messages).
 2. Its status is its own `code` if that is one of an error; in Messages its type says it; else 502.
 3. Of a whole answer only the first member decides, so that good answers are recognised by their first
-   bytes: engines write errors so, and `error` in the middle of an answer may be a field of it.
+   bytes: engines write errors so, and `error` in the middle of an answer may be a field of it. A
+   first member that no good answer has leaves it to the whole. A byte order mark is passed over.
 4. The nested form and that of Messages stay as they are; any other is put into OpenAI's.
 5. A stream's event named `error` is one, whatever its data are.
 6. An answer whose every choice ended by `error` or `abort`, without a word, is one, too. Engines answer
@@ -26,9 +27,14 @@ from balancer.core.http.openai_errors import ANTHROPIC_TYPES
 DECISIVE_BYTES: Final = 32
 """How an answer begins is known from so many, if it isn't over before."""
 _USUAL: Final = b'{"id"'
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _ERROR: Final = re.compile(
-    rb'\s*\{\s*"(?:error"\s*:\s*(?:\{|"[^"])|object"\s*:\s*"error"|type"\s*:\s*"error")'
+    rb'(?:\xef\xbb\xbf)?\s*\{\s*"(?:error"\s*:\s*(?:\{|"[^"])|object"\s*:\s*"error"'
+    rb'|type"\s*:\s*"\w*[eE]rror|(?:message|code|param)"\s*:)'
 )
+_EVENTS: Final = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:(?:data|event|id|retry) ?:|:)")
+_ANSWERS: Final = frozenset({"choices", "content", "output", "data"})
+"""Where an answer says what it has to say, whatever its API."""
 _UNKNOWN_STATUS: Final = 502
 _STATUS_TEXT: Final = re.compile("[45][0-9][0-9]")
 FAILED_FINISHES: Final = ("error", "abort")
@@ -62,8 +68,14 @@ def begins_as_error(beginning: bytes) -> bool:
     return _ERROR.match(beginning) is not None
 
 
+def begins_as_events(beginning: bytes) -> bool:
+    """Whether what is told to be JSON is an event stream."""
+    return _EVENTS.match(beginning) is not None
+
+
 def read_error(document: bytes) -> ToldError | None:
     """Read the error that a document tells; None if it tells none."""
+    document = document.removeprefix(BYTE_ORDER_MARK)
     told = decode_object(document) if b'"error"' in document else None
     if told is None:
         return None
@@ -93,10 +105,15 @@ def read_named_error(data: bytes) -> ToldError:
 
 
 def read_wordless(document: bytes) -> ToldError | None:
-    """What a document has for its client if its engine gave up without a word; else None."""
+    """What a document has for its client if its engine gave up without a word; else None.
+
+    So it has, too, if it names an error behind other members, and says nothing else.
+    """
     if b'"abort"' not in document and b'"error"' not in document:
         return None
     told = decode_object(document)
+    if told is not None and told.get("error") and not _ANSWERS & told.keys():
+        return read_error(document)
     choices = None if told is None else told.get("choices")
     if not isinstance(choices, list) or not choices or not all(map(_is_wordless, choices)):
         return None

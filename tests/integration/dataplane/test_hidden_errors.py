@@ -69,6 +69,39 @@ async def as_first_event(received: Any, wire: Any) -> None:
     await wire.events(b"data: " + json.dumps(NESTED).encode() + b"\n\n", b"data: [DONE]\n\n")
 
 
+def labelled(kind: str, *pieces: bytes) -> Callable[[Any, Any], Awaitable[None]]:
+    """Pieces of one answer, each in a packet of its own."""
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.head(content_type=kind)
+        for piece in pieces:
+            await wire.chunk(piece)
+        await wire.end()
+
+    return script
+
+
+JSON, EVENTS = "application/json", "text/event-stream"
+CHAT_OPENS = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+WHOLE = json.dumps(NESTED).encode()
+ANSWERING = (COMPLETIONS, "/v1/messages", "/v1/responses")
+ODD = {
+    "byte-order-mark": labelled(JSON, b"\xef\xbb\xbf" + WHOLE),
+    "message-first": answering({"message": "m", "object": "error", "code": 500}),
+    "id-first": answering({"id": "x", **NESTED}),
+    "no-json": labelled("text/plain", WHOLE),
+    "events-as-json": labelled(JSON, event(NESTED), DONE),
+    "events-cut": labelled(EVENTS, event(NESTED)[:12], event(NESTED)[12:]),
+    "comment-first": labelled(EVENTS, b": ping\n\n", event(NESTED)),
+    "retry-first": labelled(EVENTS, b"retry: 10\n\n", event(NESTED)),
+    "empty-data-first": labelled(EVENTS, b"data:\n\n", event(NESTED)),
+    "chat-opening-first": labelled(EVENTS, CHAT_OPENS, event(NESTED)),
+    "empty": labelled(JSON),
+    "empty-stream": labelled(EVENTS),
+    "comments-alone": labelled(EVENTS, b": ping\n\n"),
+}
+
+
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
@@ -92,6 +125,11 @@ async def as_first_event(received: Any, wire: Any) -> None:
         pytest.param("/v1/responses", answering(NOT_MADE), id="response-failed"),
         pytest.param("/v1/responses", streaming(RESPONSE_OPENS, RESPONSE_FAILS), id="failed-event"),
         pytest.param("/inference/v1/generate", answering(ABORTED), id="tokens-abort"),
+        *(
+            pytest.param(path, fault, id=f"{path}-{name}")
+            for path in ANSWERING
+            for name, fault in ODD.items()
+        ),
     ],
 )
 async def test_another_engine_is_tried(
