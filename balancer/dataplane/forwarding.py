@@ -232,7 +232,10 @@ class Forwarding:
         is_awaited = generates and not errand.read.background
         first = await forwarded_beginning(answer, leg, generates=is_awaited)
         self._sender.answered(leg)
-        if generates:
+        if answer.status >= 400:  # its words pass as they are, but nothing was computed
+            refused = EngineRefusedError(answer.status, answer.headers, first, alias=leg.alias)
+            guard.__exit__(EngineRefusedError, refused, None)
+        elif generates:
             guard.first_token()
         watch = None
         if errand.request.use.makes_response and answer.status == 200:

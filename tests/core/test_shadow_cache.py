@@ -80,3 +80,66 @@ def test_a_restart_leaves_nothing() -> None:
     shadow.clear()
 
     assert shadow.free_tokens == 10 * BLOCK
+
+
+def test_withdrawn_promises_leave_all_as_it_was() -> None:
+    """What would have left for them is back, in its order, and so is the room."""
+    shadow = cache(10)
+    shadow.computed(shadow.use(keys(0, 4), BLOCK, 1.0))
+    shadow.computed(shadow.use(keys(100, 4), BLOCK, 2.0))
+    first = shadow.use(keys(200, 6), BLOCK, 3.0)
+    second = shadow.use(keys(300, 4), BLOCK, 4.0)
+    in_flight = shadow.oldest_s(10.0)
+    shadow.withdraw(first)
+    one_left = shadow.oldest_s(10.0)
+    shadow.withdraw(second)
+
+    assert (in_flight, one_left) == (7.0, 9.0)
+    assert shadow.free_tokens == 2 * BLOCK
+    shadow.computed(shadow.use(keys(400, 6), BLOCK, 5.0))
+    assert shadow.oldest_s(10.0) == 8.0
+
+
+def test_promise_of_two_stays_until_both_withdraw() -> None:
+    """Once one of them is computed it is there, whatever comes of the other."""
+    shadow = cache(10)
+    first, second = (shadow.use(keys(0, 4), BLOCK, at_s) for at_s in (1.0, 2.0))
+    shadow.withdraw(first)
+    one_left = shadow.free_tokens
+    shadow.withdraw(second)
+    none_left = shadow.free_tokens
+    first, second = (shadow.use(keys(0, 4), BLOCK, at_s) for at_s in (3.0, 4.0))
+    shadow.computed(first)
+    shadow.withdraw(second)
+
+    assert (one_left, none_left) == (6 * BLOCK, 10 * BLOCK)
+    assert shadow.free_tokens == 6 * BLOCK
+
+
+def test_promises_of_before_a_restart_are_void() -> None:
+    """Neither takes their end anything from those made since."""
+    shadow = cache(10)
+    old, older = (shadow.use(keys(0, 4), BLOCK, at_s) for at_s in (1.0, 1.5))
+    shadow.clear()
+    new = shadow.use(keys(0, 4), BLOCK, 2.0)
+    shadow.computed(older)
+    shadow.withdraw(old)
+
+    assert shadow.free_tokens == 6 * BLOCK
+    shadow.withdraw(new)
+    assert shadow.free_tokens == 10 * BLOCK
+
+
+def test_what_no_promise_can_bring_back_is_let_go() -> None:
+    """A full cache stays one: what left for computed blocks is gone."""
+    shadow = cache(4)
+    shadow.computed(shadow.use(keys(0, 4), BLOCK, 1.0))
+    shadow.computed(shadow.use(keys(100, 2), BLOCK, 2.0))
+    late = shadow.use(keys(200, 1), BLOCK, 3.0)
+    shadow.withdraw(late)
+
+    assert shadow.oldest_s(10.0) == 9.0
+    assert shadow.free_tokens == 0
+    shadow.capacity_tokens = 8 * BLOCK
+    shadow.use((), BLOCK, 4.0)
+    assert shadow.free_tokens == 4 * BLOCK

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. What is counted up is counted down by the same guard, however the leg ends.
+1. What is counted up is counted down by the same guard, however the leg ends. What lasts (arrivals,
+   work, what a cache holds) lasts of legs that were computed.
 2. Blocks of a routed prompt count as held by its rank until their time is over or the leg
    fails, so that siblings and the next turn find them before events tell. Where none ever come
    they are guessed to be held for longer, until the engine reports otherwise.
@@ -139,7 +140,10 @@ class LegGuard(Protocol):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End of the leg; an exception withdraws its predicted blocks."""
+        """End of the leg; an exception withdraws its predicted blocks.
+
+        Before its first token it withdraws all that was booked, but for the work that may be done.
+        """
         ...
 
     def first_token(self) -> None:

@@ -6,9 +6,11 @@ Rules:
    legs wait for a transfer, so they never count as queued prefill.
 2. The first token of an answer that isn't streamed can't be seen: such a leg counts as decoding
    once its expected time has passed, and teaches nothing about rates.
-3. A leg that ends with an exception withdraws its prediction. Otherwise its keys count as held
-   until `believed_s` after its first token, or until `believed_tokens` new ones were sent there. A `decode` leg's keys count only from its first token
-   on: before the transfer is done, a sibling sent there would compute them again.
+3. A leg that ends with an exception withdraws its prediction; before its first token also its
+   arrival, its place in the shadow cache, and its work but for what may have been done. Otherwise
+   its keys count as held until `believed_s` after its first token, or until `believed_tokens` new
+   ones were sent there. A `decode` leg's keys count only from its first token on: before the
+   transfer is done, a sibling sent there would compute them again.
 4. On a rank without events the keys of a leg that ended well go into `core.load.approximate`, which is
    asked beside the predictions. The cached tokens reported correct it first. When events come at
    last it is dropped.
@@ -35,11 +37,9 @@ from balancer.core.load.learned import ENOUGH_SAMPLES, LearnedRates
 from balancer.core.load.ledger import Learning, LegWork, RankLoad, RankRates, TransferRates
 from balancer.core.load.rank_book import BookedLeg, RankBook
 from balancer.core.load.reuse import ReuseTimes, sampled
+from balancer.core.load.shadow_cache import Promise
 from balancer.core.load.transfers import LearnedTransfers
 from indexer.core.types import BlockKey, RankId
-
-FAR_OFF = 0.25
-"""Work that took so much of what was booked, or less, counts as what it took."""
 
 
 class _Leg(BookedLeg, eq=False, kw_only=True):
@@ -176,7 +176,7 @@ class LocalLedger:
         book.requests += 1
         book.predictions.sent(work.uncached_tokens)
         if work.block_size:
-            self._use_cache(book, work, now_s)
+            leg.promises = self._use_cache(book, work, now_s)
         if work.kind != "decode":
             self._queue(leg, now_s)
             if has_keys:
@@ -220,13 +220,11 @@ class LocalLedger:
         leg.others = book.decoding
         book.decoding += 1
         book.first_s_sum += now_s
+        if leg.promises:
+            book.shadow.computed(leg.promises)
         rates = self._learned.prefill_rates(work.rank)
         book.recent.add(now_s, work.uncached_tokens * rates.prefill_s_per_token)
-        if book.queue.pop(leg.number, None):
-            book.queued_tokens -= work.uncached_tokens
-            took_s = now_s - leg.booked_s
-            if took_s < FAR_OFF * work.work_s:
-                book.take_back(work.work_s - took_s, leg.booked_s)
+        book.end_queueing(leg, now_s)
         if work.kind == "decode":
             if len(work.keys) > 0:
                 leg.prediction = book.predictions.add(work.chains)
@@ -235,7 +233,7 @@ class LocalLedger:
             self._learned.on_first_token(
                 work.rank, sent_s=leg.booked_s, now_s=now_s, tokens=work.uncached_tokens
             )
-            book.last_first_s = now_s
+            book.turned_s = now_s
         if leg.prediction is not None:
             book.predictions.expire(
                 leg.prediction, now_s + work.believed_s, after_tokens=work.believed_tokens
@@ -258,14 +256,19 @@ class LocalLedger:
             self.forget(rank)
 
     def _drop(self, leg: BookedLeg) -> None:
-        book = leg.book
+        book, now_s = leg.book, self._clock()
+        self._settle_due(book, now_s)
         if leg.prediction:
             book.predictions.withdraw(leg.prediction)
         if leg.first_s is not None:
             book.decoding -= 1
             book.first_s_sum -= leg.first_s
-        elif book.queue.pop(leg.number, None):
-            book.queued_tokens -= leg.work.uncached_tokens
+            return
+        book.withdraw(leg, now_s)
+        book.predictions.sent(-leg.work.uncached_tokens)
+        if leg.promises:
+            book.shadow.withdraw(leg.promises)
+            book.reuse_chance = self._reuse.chance(book.shadow.oldest_s(now_s))
 
     def _complete(self, leg: BookedLeg) -> None:
         decoded = leg.first_s is not None
@@ -315,18 +318,19 @@ class LocalLedger:
             now_s=now_s,
         )
 
-    def _use_cache(self, book: RankBook, work: LegWork, now_s: float) -> None:
+    def _use_cache(self, book: RankBook, work: LegWork, now_s: float) -> Sequence[Promise]:
         keys = sampled(work.keys, work.block_size)
         if work.kind != "decode":  # its prefill leg has asked for them
             self._reuse.used(keys, now_s)
         book.shadow.capacity_tokens = work.cache_tokens or book.shadow.capacity_tokens
-        book.shadow.use(keys, work.block_size, now_s)
+        promises = book.shadow.use(keys, work.block_size, now_s)
         book.reuse_chance = self._reuse.chance(book.shadow.oldest_s(now_s))
+        return promises
 
     def _queue(self, leg: BookedLeg, now_s: float) -> None:
         book, work = leg.book, leg.work
         rates = self._learned.prefill_rates(work.rank)
-        work_s = work.work_s + rates.fixed_s
+        work_s = leg.work_s = work.work_s + rates.fixed_s
         if not work.streamed:
             wait_s = book.queued_tokens * rates.prefill_s_per_token
             heappush(book.due, (now_s + wait_s + work_s, leg.number))

@@ -9,6 +9,7 @@ Rules:
 Cost: a load is three exponentials and one struct; it is made for every candidate of every request.
 """
 
+from collections.abc import Sequence
 from heapq import heappop
 from math import exp
 
@@ -19,11 +20,13 @@ from balancer.core.load.chain_tree import ChainTree, Stretch
 from balancer.core.load.fading import FadingSum
 from balancer.core.load.ledger import LegWork, RankLoad, RankRates
 from balancer.core.load.predictions import Prediction, RankPredictions
-from balancer.core.load.shadow_cache import ShadowCache
+from balancer.core.load.shadow_cache import Promise, ShadowCache
 from indexer.core.types import RankId
 
 RATE_TAU_S = 20.0
 RECENT_TAU_S = 600.0
+FAR_OFF = 0.25
+"""Work that took so much of what was booked, or less, counts as what it took."""
 MIN_AGE_S = 1.0
 """A rank younger than this has seen too little for a rate."""
 
@@ -37,6 +40,10 @@ class BookedLeg(msgspec.Struct, eq=False):
     booked_s: float
     used: list[Stretch]
     """Where its prompts end among the blocks in use."""
+    work_s: float = 0.0
+    """Prefill seconds it counts for; 0 for a `decode` leg."""
+    promises: Sequence[Promise] = ()
+    """What it will leave in the shadow cache."""
     first_s: float | None = None
     handed_over_s: float | None = None
     source: RankId | None = None
@@ -58,7 +65,6 @@ class RankBook:
         "due",
         "first_s_sum",
         "guesses",
-        "last_first_s",
         "predictions",
         "queue",
         "queued_tokens",
@@ -67,6 +73,7 @@ class RankBook:
         "reuse_chance",
         "shadow",
         "since_s",
+        "turned_s",
         "work_s",
     )
 
@@ -79,7 +86,8 @@ class RankBook:
         """Legs without a first token, oldest first; `decode` legs aren't among them."""
         self.due: list[tuple[float, int]] = []
         """When queued legs whose first token can't be seen are expected to be computed."""
-        self.last_first_s = now_s
+        self.turned_s = now_s
+        """When its last first token came, or its oldest queued leg went away: it works on the next."""
         self.counted_s = now_s
         self.arrivals = 0.0
         self.work_s = 0.0
@@ -104,12 +112,36 @@ class RankBook:
         self.work_s = self.work_s * fade + work_s
         self.counted_s = now_s
 
-    def take_back(self, work_s: float, booked_s: float) -> None:
-        """So much of what a leg was booked with, then, was no work: its first token is here.
+    def end_queueing(self, leg: BookedLeg, now_s: float) -> None:
+        """Its first token is here.
 
         A rate that is far off, a prior for one, would else fill an idle rank until it has faded.
         """
+        if self.queue.pop(leg.number, None):
+            self.queued_tokens -= leg.work.uncached_tokens
+            took_s = now_s - leg.booked_s
+            if took_s < FAR_OFF * leg.work.work_s:
+                self.take_back(leg.work.work_s - took_s, leg.booked_s)
+
+    def take_back(self, work_s: float, booked_s: float) -> None:
+        """So much of what a leg was booked with, then, was no work."""
         self.work_s = max(0.0, self.work_s - work_s * exp((booked_s - self.counted_s) / RATE_TAU_S))
+
+    def withdraw(self, leg: BookedLeg, now_s: float) -> None:
+        """It went away without a first token: of its work only that counts which may be done.
+
+        Prompts are computed in turn. So the oldest was worked on, at most for as long as it was its
+        turn, and those behind it were not.
+        """
+        done_s = 0.0
+        if self.queue and next(iter(self.queue.values())) is leg:
+            done_s = min(leg.work_s, max(0.0, now_s - max(leg.booked_s, self.turned_s)))
+            self.turned_s = now_s
+        if self.queue.pop(leg.number, None):
+            self.queued_tokens -= leg.work.uncached_tokens
+        self.take_back(leg.work_s - done_s, leg.booked_s)
+        faded = exp((leg.booked_s - self.counted_s) / RATE_TAU_S)
+        self.arrivals = max(0.0, self.arrivals - faded)
 
     def take_due(self, now_s: float) -> BookedLeg | None:
         """The next leg that is expected to be computed by now, once."""
@@ -126,7 +158,7 @@ class RankBook:
         if self.queue:
             head = next(iter(self.queue.values()))
             oldest_s, head_tokens = head.booked_s, head.work.uncached_tokens
-            progress_s = now_s - max(oldest_s, self.last_first_s)
+            progress_s = now_s - max(oldest_s, self.turned_s)
         # A young rank's sums stand for less time than tau.
         age_s = max(MIN_AGE_S, now_s - self.since_s)
         warm_s = RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))

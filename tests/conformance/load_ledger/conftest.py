@@ -103,10 +103,16 @@ class SeenByPeer:
 
 
 @pytest.fixture(params=[LocalLedger, shared, SeenByPeer], ids=["local", "shared", "seen-by-a-peer"])
-def ledger(request: pytest.FixtureRequest, clock: Clock) -> LoadLedger:
+def build_ledger(request: pytest.FixtureRequest) -> Callable[[Clock], LoadLedger]:
     """Each kind. Add one by adding a parameter."""
     build: Callable[[Clock], LoadLedger] = request.param
-    return build(clock)
+    return build
+
+
+@pytest.fixture
+def ledger(build_ledger: Callable[[Clock], LoadLedger], clock: Clock) -> LoadLedger:
+    """An empty one of each kind."""
+    return build_ledger(clock)
 
 
 @pytest.fixture

@@ -378,3 +378,21 @@ async def test_streams_of_other_apis_pass_byte_for_byte(
         answer = await client.post(proxy.url + path, json={"model": "m", "stream": True})
 
         assert answer.content == stream
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/embeddings"])
+async def test_refused_request_leaves_no_load(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, path: str
+) -> None:
+    """Its 400 passes, and the rank is as idle as it was: nothing was computed."""
+
+    async def refuse(received: Any, wire: Any) -> None:
+        await wire.raw(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\nno")
+
+    async with engine(refuse) as fake, balancer(instance(fake)) as proxy:
+        answer = await client.post(proxy.url + path, json={"model": "m", "input": "a"})
+        await proxy.wait_for_records(1)
+        (rank,) = proxy.fleet.instances[0].rank_ids()
+
+    assert (answer.status_code, answer.content) == (400, b"no")
+    assert proxy.ledger.load(rank).arrivals_per_s == 0
