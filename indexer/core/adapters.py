@@ -9,11 +9,14 @@ Rules:
    adapter's and build on them. What hangs under an ended block gives no credit either, and
    its copies are counted apart, so that a removal never takes a block of the present life.
 3. Where a name has had one life, as nearly always, nothing is kept apart.
+4. Of adapters without a block the `MOST_IDLE` that had one last are remembered, for requests of an
+   old life that are still under way: services that load one for each user name ever new ones.
 
 Not handled: an adapter reloaded in place keeps its id, its name and its path, and the engine keeps
 the old weights' blocks itself. Nothing in any event tells of it.
 
-Cost: a dict entry per block of an adapter; a reload looks at all of them once.
+Cost: a dict entry per block of an adapter, and per adapter that has one; a reload looks at all
+blocks once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +30,9 @@ from indexer.core.window_group import WindowGroup
 
 Group = FullGroup | WindowGroup
 
+MOST_IDLE = 128
+"""Adapters without a block whose id is known."""
+
 Place = tuple[int, EngineHash]
 """Number of the group, engine hash."""
 
@@ -34,7 +40,7 @@ Place = tuple[int, EngineHash]
 class Adapters:
     """The adapters of one rank."""
 
-    __slots__ = ("_ended", "_model", "_newest", "_root_of", "are_known")
+    __slots__ = ("_blocks", "_ended", "_idle", "_ids", "_model", "_newest", "_root_of", "are_known")
 
     def __init__(self, model: str) -> None:
         self.are_known = False
@@ -42,8 +48,14 @@ class Adapters:
         self._model = model
         self._newest: dict[BlockKey, int] = {}
         """Present id of each adapter, named by its root key without a salt."""
+        self._ids: tuple[tuple[int, int], ...] | None = ()
+        """What `ids` said last; None: not any more."""
         self._root_of: dict[Place, BlockKey] = {}
         """Blocks of present lives, each with its adapter."""
+        self._blocks: dict[BlockKey, int] = {}
+        """How many those are, of each adapter that has any."""
+        self._idle: dict[BlockKey, None] = {}
+        """All others of `_newest`: the one that had a block last comes last."""
         self._ended: dict[Place, int] = {}
         """Copies of blocks of ended lives, and of what was stored under them."""
 
@@ -52,10 +64,14 @@ class Adapters:
 
     def ids(self) -> tuple[tuple[int, int], ...]:
         """Root key and present id of each adapter: what outlives the process."""
-        return tuple(self._newest.items())
+        if self._ids is None:
+            self._ids = tuple(self._newest.items())
+        return self._ids
 
     def clear(self) -> None:
         """No block is held any more. Ids stay: they don't fall."""
+        for root in tuple(self._blocks):
+            self._lose(root, self._blocks[root])
         self._root_of.clear()
         self._ended.clear()
 
@@ -70,9 +86,12 @@ class Adapters:
         if lora is not None and lora_id is not None:
             self.are_known = True
             root = root_key(Namespace(model=self._model, lora=lora))
-            newest = self._newest.setdefault(root, lora_id)
-            if lora_id > newest:
-                self._newest[root] = lora_id
+            newest = self._newest.get(root)
+            if newest is None or lora_id > newest:
+                self._newest[root], self._ids = lora_id, None
+                if newest is None:
+                    newest = lora_id
+                    self._rest(root)
                 self._end_life(root, groups)
                 is_ended = self._hangs_under_ended(event)
             is_ended = is_ended or lora_id < newest
@@ -80,7 +99,7 @@ class Adapters:
             for each in event.hashes:
                 self._count_ended((number, each), 1)
         elif root is not None:
-            self._root_of.update(((number, each), root) for each in event.hashes)
+            self._hold(root, [(number, each) for each in event.hashes])
         return not is_ended
 
     def remove(self, number: int, group: Group, hashes: Sequence[EngineHash], tier: int) -> None:
@@ -97,13 +116,13 @@ class Adapters:
         group.remove(others, tier)
         for each in others:
             if (number, each) in self._root_of and not _copies(group, each):
-                del self._root_of[number, each]
+                self._lose(self._root_of.pop((number, each)), 1)
 
     def restore(
         self, ids: Iterable[tuple[int, int]], rows: Mapping[int, Iterable[BlockRow]]
     ) -> None:
         """Take over an earlier process's. Blocks under a salt are not found again."""
-        self._newest = {BlockKey(root): lora_id for root, lora_id in ids}
+        self._newest, self._ids = {BlockKey(root): lora_id for root, lora_id in ids}, None
         if not self._newest:
             return
         self.are_known = True
@@ -115,13 +134,47 @@ class Adapters:
         root_of = {key: root for root in self._newest for key in _descendants(root, children)}
         for group, row in every:
             if row.key in root_of and any(row.copies):
-                self._root_of[group, row.engine_hash] = root_of[row.key]
+                self._hold(root_of[row.key], [(group, row.engine_hash)])
+        for root in tuple(self._newest):
+            if root not in self._blocks:
+                self._rest(root)
+
+    def _hold(self, root: BlockKey, places: Sequence[Place]) -> None:
+        """These are blocks of an adapter now, whosever they were."""
+        for place in places:
+            before = self._root_of.get(place)
+            if before != root:
+                self._root_of[place] = root
+                self._blocks[root] = self._blocks.get(root, 0) + 1
+                self._idle.pop(root, None)
+                if before is not None:
+                    self._lose(before, 1)
+
+    def _lose(self, root: BlockKey, blocks: int) -> None:
+        left = self._blocks[root] - blocks
+        if left:
+            self._blocks[root] = left
+        else:
+            del self._blocks[root]
+            self._rest(root)
+
+    def _rest(self, root: BlockKey) -> None:
+        """It has no block; whichever has had none for longest is forgotten."""
+        self._idle[root] = None
+        if len(self._idle) > MOST_IDLE:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest], self._newest[oldest]
+            self._ids = None
 
     def _end_life(self, root: BlockKey, groups: Mapping[int, Group]) -> None:
-        for place in [place for place, owner in self._root_of.items() if owner == root]:
+        if root not in self._blocks:
+            return
+        ended = [place for place, owner in self._root_of.items() if owner == root]
+        for place in ended:
             del self._root_of[place]
             number, engine_hash = place
             self._count_ended(place, _take_out(groups[number], engine_hash))
+        self._lose(root, len(ended))
 
     def _count_ended(self, place: Place, copies: int) -> None:
         if copies:

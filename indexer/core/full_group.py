@@ -34,6 +34,9 @@ from indexer.core.index import GroupSpec, SharedBlocks
 from indexer.core.orphans import Orphans, ParkedBlock
 from indexer.core.types import BlockKey, EngineHash, Tier
 
+_MOST_ROOTS = 1024
+"""Root keys that are remembered: a service may name a new adapter for each of its users."""
+
 
 class FullGroup:
     """What one full-attention group holds."""
@@ -77,7 +80,7 @@ class FullGroup:
         self._counts = counts
         self._named: list[EngineHash] | None = None
         self._plain_roots: dict[str | None, BlockKey] = {}
-        """Root keys by adapter, without a salt: as many as the engine has adapters."""
+        """Root keys by adapter, without a salt, as far as they are remembered."""
 
     @property
     def reachable_blocks(self) -> int:
@@ -301,6 +304,8 @@ class FullGroup:
         if key is None:
             key = root_key(Namespace(model=self._model, lora=lora, cache_salt=salt))
             if salt is None:
+                if len(self._plain_roots) >= _MOST_ROOTS:
+                    self._plain_roots.clear()  # worked out again for those that are still used
                 self._plain_roots[lora] = key
         return self._tree.root(key)
 

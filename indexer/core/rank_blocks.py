@@ -58,6 +58,7 @@ class RankBlocks:
     __slots__ = (
         "_adapters",
         "_bound",
+        "_facts",
         "_groups",
         "_is_cleared",
         "_keeps_rows",
@@ -103,6 +104,8 @@ class RankBlocks:
         self._known = self._groups.by_number
         self._is_cleared = False
         self._adapters = Adapters(model)
+        self._facts = RankFacts()
+        """As told last: the same object while nothing of it has changed."""
         self._store_only = StoreOnly(limits.store_only)
 
     @property
@@ -211,6 +214,15 @@ class RankBlocks:
         self, seq: int, digest: int, changes: Sequence[Change], rows: Sequence[GroupRows]
     ) -> RankUpdate:
         """With everything that a backend keeps for the next process."""
+        facts = RankFacts(
+            tuple(self._groups.masked),
+            tuple(self._groups.sized_by_gpu),
+            self.orphans,
+            self._adapters.ids(),
+            self._store_only.places(),
+        )
+        if facts != self._facts:
+            self._facts = facts
         return RankUpdate(
             rank=self.rank,
             model=self._model,
@@ -219,13 +231,7 @@ class RankBlocks:
             changes=changes,
             digest=digest,
             rows=rows,
-            facts=RankFacts(
-                tuple(self._groups.masked),
-                tuple(self._groups.sized_by_gpu),
-                self.orphans,
-                self._adapters.ids(),
-                self._store_only.places(),
-            ),
+            facts=self._facts,
         )
 
     def _take_rows(self) -> list[GroupRows]:

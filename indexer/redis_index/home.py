@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from indexer.core.block_rows import RankFacts
 from indexer.core.types import Trust
 from indexer.redis_index.keys import RankKeys
 from indexer.redis_index.packing import tiers_in
@@ -28,7 +29,9 @@ class Home:
     description: bytes = b""
     """What the table of ranks should say of it."""
     record: Sequence[bytes | None] = ()
-    """Digest and facts, as found when it was claimed."""
+    """Digest and facts, as found when it was claimed or written last."""
+    facts: RankFacts | None = None
+    """Whose words those are, if this process wrote them."""
 
     def data_keys(self) -> list[str]:
         """Every key the present epoch can have, beside life and state."""

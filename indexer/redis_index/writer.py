@@ -330,12 +330,15 @@ class RedisIndexWriter:
             home.trust, home.description = entry.trust, description
 
     def _kept(self, home: Home, step: str, update: RankUpdate) -> Sequence[Part]:
-        """Digest and facts of the last batch; a change of trust keeps them."""
-        if step != "trust":
-            facts = msgspec.msgpack.encode(update.facts or _NO_FACTS)
-            home.record = (str(update.digest).encode(), facts)
-        digest, facts_kept = home.record
-        return [digest or b"", facts_kept or b""]
+        """Digest and facts of the last batch, as far as they change; of facts nothing, if they don't."""
+        digest, before = home.record
+        if step == "trust":
+            return [digest or b"", b""]
+        facts = update.facts or _NO_FACTS
+        packed = before if facts is home.facts else msgspec.msgpack.encode(facts)
+        home.record, home.facts = (str(update.digest).encode(), packed), facts
+        is_new = step in {"open", "begin"} or packed != before
+        return [home.record[0] or b"", (packed or b"") if is_new else b""]
 
     def _entry(self, rank: RankId, epoch: int, groups: Groups) -> RankEntry:
         return RankEntry(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.core.adapters import MOST_IDLE
 from indexer.core.block_rows import BlockRow
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from indexer.core.hashing import Namespace, block_keys, pack_tokens, root_key
@@ -264,3 +265,95 @@ def test_whatever_comes_nothing_of_an_older_life_is_credited(
             assert rank.credit(each) == (copies.get((newest, each), 0) > 0)
     if not any(copies.values()):
         assert rank.blocks.tracked_entries() == 0
+
+
+def adapter(number: int) -> dict[str, Any]:
+    return {"lora": f"user-{number}", "life": 100 + number}
+
+
+def known_ids(rank: Rank) -> list[int]:
+    facts = rank.updates[-1].facts
+    assert facts is not None
+    return [each for _, each in facts.adapters]
+
+
+def test_adapters_under_ever_new_names_are_forgotten(rank: Rank) -> None:
+    """Those that had a block last are remembered, and all that have one."""
+    rank.apply(stored(7, lora="stays"))
+    for number in range(MOST_IDLE + 10):
+        rank.apply(stored(8, **adapter(number)), removed(8))
+
+    assert known_ids(rank) == [1, *range(110, 110 + MOST_IDLE)]
+
+    rank.apply(removed(7))
+    assert known_ids(rank) == [1, *range(111, 110 + MOST_IDLE)]
+
+
+def test_old_life_of_an_idle_adapter_gives_no_credit(rank: Rank) -> None:
+    """All its blocks have left, and a request of the old weights is still under way."""
+    rank.apply(stored(1), stored(2, life=2), removed(2), removed(1))
+
+    rank.apply(stored(1))
+
+    assert rank.credit(1) == 0
+
+
+def test_cleared_adapters_are_idle(rank: Rank) -> None:
+    """A reset empties them, and they are forgotten like others."""
+    rank.apply(stored(7, lora="first"), AllBlocksCleared())
+    for number in range(MOST_IDLE):
+        rank.apply(stored(8, **adapter(number)), removed(8))
+
+    assert 1 not in known_ids(rank)
+
+
+def test_block_that_another_adapter_names_is_that_one_s(rank: Rank) -> None:
+    """Only a hash that means two things does this; nothing is counted twice."""
+    rank.apply(stored(1), stored(1, lora="ad2", life=2))
+
+    rank.apply(removed(1), removed(1))
+
+    assert rank.blocks.tracked_entries() == 0
+    assert known_ids(rank) == [1, 2]
+
+
+def test_restored_adapters_are_forgotten_in_their_turn(rank: Rank) -> None:
+    """One that has blocks stays; the others had none."""
+    rank.apply(stored(7, lora="stays"), stored(8, lora="goes", life=2), removed(8))
+    facts = rank.updates[-1].facts
+    assert facts is not None
+    full = rank.blocks.first_full()
+    assert full is not None
+    blocks = new_blocks()
+    found = [row for row in map(full.row, full.known_hashes()) if row is not None]
+    assert blocks.restore([full.spec], {0: found}, facts)
+    resumed = Rank(blocks)
+
+    for number in range(MOST_IDLE):
+        resumed.apply(stored(8, **adapter(number)), removed(8))
+
+    assert known_ids(resumed) == [1, *range(100, 100 + MOST_IDLE)]
+
+
+def test_facts_that_have_not_changed_are_the_same(rank: Rank) -> None:
+    """So that a backend need not write them again with every batch."""
+    rank.apply(stored(1))
+    rank.apply(stored(2, parent=1))
+    rank.apply(stored(3, lora="ad2", life=2))
+
+    first, second, third = (update.facts for update in rank.updates)
+    assert first is second
+    assert second is not third
+
+
+def test_root_keys_of_many_adapters_are_not_all_remembered(rank: Rank) -> None:
+    """They are worked out again, and are the same."""
+    for number in range(1100):
+        rank.apply(stored(number, **adapter(number)))
+    full = rank.blocks.first_full()
+    assert full is not None
+    assert len(full._plain_roots) <= 1024
+
+    rank.apply(stored(5000, **adapter(0)))
+
+    assert rank.credit(5000, lora="user-0") == 1

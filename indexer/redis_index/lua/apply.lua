@@ -1,8 +1,8 @@
 -- Applies one update of one rank as a whole, if the fence lets it.
 -- KEYS: 3 life, 4 state, 5.. what the program names
--- ARGV: 1 step, 2 owner, 3 epoch, 4 last batch so far, 5 this batch, 6 digest, 7 facts, 8 lease
---       (ms), 9 rank digest, 10 its description ('': unchanged), 11 bytes per row, 12 program,
---       13.. what the program's steps need
+-- ARGV: 1 step, 2 owner, 3 epoch, 4 last batch so far, 5 this batch, 6 digest, 7 facts ('':
+--       unchanged), 8 lease (ms), 9 rank digest, 10 its description ('': unchanged), 11 bytes per
+--       row, 12 program, 13.. what the program's steps need
 -- Steps: `next` goes on after a batch; `open` begins an epoch; `begin`, `part` and `end` write a
 -- rank anew, which doesn't live in between.
 local step, mine, lease = ARGV[1], tonumber(ARGV[2]), ARGV[8]
@@ -21,7 +21,8 @@ end
 
 -- First what needs room: without any nothing at all is changed.
 redis.call('HSET', KEYS[4], 'owner', ARGV[2], 'epoch', ARGV[3], 'seq', ARGV[5],
-  'digest', ARGV[6], 'facts', ARGV[7])
+  'digest', ARGV[6])
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[4], 'facts', ARGV[7]) end
 redis.call('PEXPIRE', KEYS[4], lease)
 if step == 'begin' then
   redis.call('UNLINK', KEYS[3])

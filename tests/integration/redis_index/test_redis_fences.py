@@ -311,3 +311,32 @@ async def test_record_that_cannot_be_read_is_begun_anew(
 
     with pytest.raises(IndexLostError):
         await other.restore(E0, MODEL)
+
+
+async def test_facts_are_written_when_they_change(
+    index: RedisIndex,
+    settings: RedisSettings,
+    redis_server: Any,
+    update: Update,
+    held: Held,
+) -> None:
+    """Not with every batch: of a rank with many adapters they are long."""
+    state = model_keys(settings.prefix, MODEL).rank(E0).state
+
+    def are_written() -> bool:
+        length: str = redis_server.command("HSTRLEN", state, "facts")
+        redis_server.command("HSET", state, "facts", "x")
+        return int(length) > 1
+
+    known = RankFacts(adapters=((7, 1),))
+    await index.apply(replace(update(E0, FULL, held(KEYS[:1])), facts=known))
+    assert are_written()
+    await index.apply(replace(update(E0, held(KEYS[1:2]), seq=1), facts=known))
+    await index.apply(
+        replace(update(E0, held(KEYS[2:3]), seq=2), facts=RankFacts(adapters=((7, 1),)))
+    )
+    assert not are_written()
+    await index.apply(replace(update(E0, seq=3), facts=RankFacts(adapters=((7, 2),))))
+    assert are_written()
+    await index.apply(replace(update(E0, epoch=2), facts=RankFacts(adapters=((7, 2),))))
+    assert are_written()
