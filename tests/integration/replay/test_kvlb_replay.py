@@ -1,105 +1,42 @@
-"""`kvlb replay` before simulated engines, and against endpoints and traces that fail in every way."""
+"""`kvlb replay` before simulated engines, and against endpoints that fail in every way."""
 
 import asyncio
-import gzip
-import io
 import json
 import os
-import re
 import signal
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from queue import Queue
 from random import Random
-from threading import Thread
 from typing import Any
 
 import pytest
-import structlog
-from rich.console import Console
-from structlog.testing import capture_logs
-from typer.testing import CliRunner
 
-from kvlb.cli import app
 from kvlb.demo.run import wait_until_ready
-from kvlb.errors import PeerError, SettingsError
 from kvlb.openai_endpoint import CallFailedError, OpenAiEndpoint
-from kvlb.replay.command import KEY_VARIABLE, Replayed, ReplayOptions, replay, send_trace
+from kvlb.replay.command import KEY_VARIABLE, Replayed, ReplayOptions, send_trace
 from kvlb.replay.core.outcomes import Limits
 from kvlb.replay.core.prompts import PromptShape
 from kvlb.replay.core.schedule import Pace, plan_schedule
-from kvlb.replay.progress import shown_progress
-from kvlb.replay.sending import WRITTEN_AHEAD, SendOptions, Sent
+from kvlb.replay.sending import WRITTEN_AHEAD, SendOptions
 from kvlb.replay.trace_file import read_trace
 from kvlb.running import running_kvlb
 from kvlb.settings import Overrides, load_settings
 from kvlb.simulated import instance_option, parse_fleet, simulated_fleet
 from simulator.core.settings import EngineSettings
 
+WriteRows = Callable[..., Path]
+Turns = Sequence[dict[str, Any]]
+
 Endpoint = Callable[..., AbstractAsyncContextManager[str]]
 
 FAST = EngineSettings(inter_token_ms=0.5, prefill_tokens_per_s=200_000)
-ROWS = [
-    {
-        "timestamp": 10 * number,
-        "input_length": 64 * turn,
-        "output_length": 3,
-        "hash_ids": [100 * session + block for block in range(turn)],
-        "session": f"s{session}",
-    }
-    for number, (turn, session) in enumerate(
-        (turn, session) for turn in (1, 2, 3) for session in (1, 2)
-    )
-]
+
 CHAT = {
     "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x" * 20}],
     "request_points": [1],
 }
 DONE = b"data: [DONE]\n\n"
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    """A trace of these rows; packed if its name says so."""
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def default_logs() -> Iterator[None]:
-    """Commands set up logs for their process; other tests keep theirs."""
-    kept = structlog.get_config()
-    yield
-    structlog.configure(**kept)
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """Two sessions of three turns in a twentieth of a second."""
-    return write_rows(tmp_path / "trace.jsonl.gz", *ROWS)
-
-
-@contextmanager
-def served_engine() -> Iterator[str]:
-    """An engine on a loop of its own, for commands that run a loop themselves."""
-    started: Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
-
-    async def serve() -> None:
-        stopped = asyncio.Event()
-        async with simulated_fleet(parse_fleet("1"), FAST) as fleet:
-            started.put((fleet.engines[0].url, asyncio.get_running_loop(), stopped))
-            await stopped.wait()
-
-    thread = Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    url, loop, stopped = started.get(timeout=10)
-    try:
-        yield url
-    finally:
-        loop.call_soon_threadsafe(stopped.set)
-        thread.join(timeout=10)
 
 
 async def send(options: ReplayOptions) -> Replayed:
@@ -143,9 +80,11 @@ async def test_trace_is_replayed_through_a_balancer(trace: Path) -> None:
     assert [each.output_tokens for each in replayed.outcomes] == [3] * 6
 
 
-async def test_more_than_is_written_ahead_is_sent(tmp_path: Path) -> None:
+async def test_more_than_is_written_ahead_is_sent(
+    tmp_path: Path, write_rows: WriteRows, turns: Turns
+) -> None:
     """Bodies are written while there is nothing to send."""
-    rows = [ROWS[0] | {"timestamp": 5 * number} for number in range(WRITTEN_AHEAD + 6)]
+    rows = [turns[0] | {"timestamp": 5 * number} for number in range(WRITTEN_AHEAD + 6)]
     path = write_rows(tmp_path / "trace.jsonl", *rows)
     async with simulated_fleet(parse_fleet("1"), FAST) as fleet:
         replayed = await send(ReplayOptions(trace=path, url=fleet.engines[0].url))
@@ -157,7 +96,7 @@ async def test_more_than_is_written_ahead_is_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [CHAT, {"timestamp": 0, "requests": [{"prompt": "hi"}]}])
-async def test_chats_and_text_are_replayed(row: Any, tmp_path: Path) -> None:
+async def test_chats_and_text_are_replayed(row: Any, tmp_path: Path, write_rows: WriteRows) -> None:
     """On the path of their kind; nothing names the engine, so nobody has a share."""
     path = write_rows(tmp_path / "trace.jsonl", row)
     async with simulated_fleet(parse_fleet("1"), FAST) as fleet:
@@ -236,10 +175,15 @@ async def test_nothing_is_sent_above_the_limit_in_flight(trace: Path) -> None:
     ],
 )
 async def test_failure_is_counted_by_kind(
-    endpoint: Endpoint, tmp_path: Path, bytes_: bytes, kind: str
+    endpoint: Endpoint,
+    tmp_path: Path,
+    bytes_: bytes,
+    kind: str,
+    write_rows: WriteRows,
+    turns: Turns,
 ) -> None:
     """And the next request is sent as planned."""
-    path = write_rows(tmp_path / "trace.jsonl", *ROWS[:2])
+    path = write_rows(tmp_path / "trace.jsonl", *turns[:2])
     async with endpoint(bytes_) as url:
         replayed = await send(ReplayOptions(trace=path, url=url, model="m"))
 
@@ -256,10 +200,16 @@ async def test_failure_is_counted_by_kind(
     ],
 )
 async def test_engine_is_told_by_a_header(
-    endpoint: Endpoint, tmp_path: Path, headers: str, option: str | None, engine: str | None
+    endpoint: Endpoint,
+    tmp_path: Path,
+    headers: str,
+    option: str | None,
+    engine: str | None,
+    write_rows: WriteRows,
+    turns: Turns,
 ) -> None:
     """Kvlb's own, another balancer's, or the one that was named."""
-    path = write_rows(tmp_path / "trace.jsonl", ROWS[0])
+    path = write_rows(tmp_path / "trace.jsonl", turns[0])
     whole = answer(said("a"), DONE).replace(b"connection:", headers.encode() + b"\r\nconnection:")
     async with endpoint(whole) as url:
         replayed = await send(
@@ -269,7 +219,9 @@ async def test_engine_is_told_by_a_header(
     assert replayed.outcomes[0].engine == engine
 
 
-async def test_key_and_session_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_key_and_session_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_rows: WriteRows, turns: Turns
+) -> None:
     """The key of the environment, the session under the header's name that was asked for."""
     monkeypatch.setenv(KEY_VARIABLE, "k3y")
     heads: list[bytes] = []
@@ -280,7 +232,7 @@ async def test_key_and_session_are_sent(tmp_path: Path, monkeypatch: pytest.Monk
         await writer.drain()
         writer.close()
 
-    path = write_rows(tmp_path / "trace.jsonl", ROWS[0])
+    path = write_rows(tmp_path / "trace.jsonl", turns[0])
     async with await asyncio.start_server(give, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         options = SendOptions(session_header="X-Session-ID")
@@ -308,114 +260,3 @@ async def test_refusal_is_told_in_the_endpoints_words(
     async with endpoint(head + body) as url, OpenAiEndpoint(url) as asked:
         with pytest.raises(CallFailedError, match=says):
             await asked.first_model()
-
-
-def test_file_is_written_and_the_page_drawn(trace: Path, tmp_path: Path) -> None:
-    """Without a terminal the report is on standard output; files hold everything."""
-    out, plot = tmp_path / "report.json", tmp_path / "report.html"
-    with served_engine() as url:
-        arguments = ["replay", str(trace), "--url", url, "--out", str(out), "--plot", str(plot)]
-        result = CliRunner().invoke(app, [*arguments, "--ttft-ms", "60000", "--format", "json"])
-
-    assert result.exit_code == 0, result.output
-    printed = json.loads(result.stdout)
-    written = json.loads(out.read_text())
-    assert (printed["answered"], printed["goodput"], "requests" in printed) == (6, 1.0, False)
-    assert len(written["requests"]) == 6
-    page = plot.read_text()
-    assert page.count("<svg") == 5
-    assert "trace.jsonl.gz at 1 x" in page
-    assert not re.search(r"(src|href)=", page)
-
-
-def test_report_is_tables_for_people(trace: Path) -> None:
-    """With what failed, and why."""
-    with served_engine() as url:
-        options = ["--model", "nobody", "--speed", "1000"]
-        result = CliRunner().invoke(app, ["replay", str(trace), "--url", url, *options])
-        shown = CliRunner().invoke(app, ["replay", str(trace), "--url", url, "--limit", "1"])
-
-    assert isinstance(result.exception, PeerError)
-    assert "status_404" in result.stdout
-    assert "TTFT" in shown.stdout
-
-
-def test_endpoint_that_lists_no_model_is_told(trace: Path) -> None:
-    """And how to go on."""
-    with pytest.raises(PeerError, match=r"lists no model.*--model"):
-        replay(ReplayOptions(trace=trace, url="http://127.0.0.1:9"), as_json=False)
-
-
-def test_nothing_answered_is_an_error(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After the report."""
-    options = ReplayOptions(trace=trace, url="http://127.0.0.1:9", model="m", pace=Pace(speed=1e3))
-    with pytest.raises(PeerError, match=r"no request was answered.*no connection"):
-        replay(options, as_json=False)
-
-    assert "unreachable" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        pytest.param({"url": "nowhere"}, "--url", id="url"),
-        pytest.param({"out": Path("/nowhere/x.json")}, "--out: there is no directory", id="out"),
-        pytest.param({"plot": Path("report.png")}, "--plot: .*report.html", id="plot"),
-        pytest.param({"shape": PromptShape(vocabulary=900)}, "--vocabulary", id="vocabulary"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_sent(
-    trace: Path, change: dict[str, Any], says: str
-) -> None:
-    """Not after an hour of requests."""
-    options = ReplayOptions(trace=trace, url="http://127.0.0.1:9")
-    with pytest.raises(SettingsError, match=says):
-        replay(replace(options, **change), as_json=False)
-
-
-def test_prompts_are_ids_or_text(trace: Path) -> None:
-    """Nothing else."""
-    result = CliRunner().invoke(app, ["replay", str(trace), "--prompts", "pictures"])
-
-    assert result.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        pytest.param(b"", "holds no request", id="empty"),
-        pytest.param(b'{"x": 1}\n', "line 1: no format that is known", id="unknown"),
-        pytest.param(json.dumps(ROWS[0]).encode() + b"\n{", "line 2: ", id="second-line"),
-        pytest.param(gzip.compress(b"{}")[:-9], "can't be read", id="cut-gzip"),
-        pytest.param(b"\x1f\x8b\x08\x00 junk", "can't be read", id="no-gzip"),
-    ],
-)
-def test_bad_trace_is_told(tmp_path: Path, content: bytes, says: str) -> None:
-    """With the line, where there is one."""
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(content)
-
-    with pytest.raises(SettingsError, match=says):
-        read_trace(path)
-
-
-async def test_bar_is_drawn_where_somebody_watches() -> None:
-    """Until the end of the block."""
-    console = Console(force_terminal=True, file=io.StringIO(), record=True)
-    async with shown_progress(Sent(in_flight=2), 3, console):
-        await asyncio.sleep(0)
-
-    assert "0/3" in console.export_text()
-
-
-async def test_log_lines_are_written_where_nobody_does(
-    eventually: Callable[[Callable[[], object]], Awaitable[None]],
-) -> None:
-    """One after the other."""
-    console = Console(file=io.StringIO(), force_terminal=False)
-    with capture_logs() as lines:
-        async with shown_progress(Sent(), 3, console, log_s=0.01):
-            await eventually(lambda: len(lines) >= 2)
-
-    assert {each["event"] for each in lines} == {"replay_sent"}
-    assert lines[0]["planned"] == 3
