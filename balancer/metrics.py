@@ -4,21 +4,22 @@ Rules:
 
 1. Hit rates are three pairs of token counters, never a gauge: a dashboard divides rates.
 2. Labels are bounded: models the fleet doesn't know, unknown paths and reasons share one value;
-   series of an instance that left the fleet disappear with it.
+   series of an instance that left the fleet disappear with it, those of a model or an adapter once nobody
+   serves it.
 3. Everything is written from a finished `RequestRecord`, so a probe or an explain counts nothing.
 
 Cost: per count a lookup by its labels and an addition, both without a call of Python code.
 """
 
-from collections.abc import Callable, Set
-from typing import Protocol, TypeVar
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
+from balancer.labelled import Labelled
 from balancer.routing.pd_metrics import PdMetrics
-from balancer.series import Counter, CounterSeries, Histogram, HistogramSeries
+from balancer.series import Counter, CounterSeries, Histogram
 from balancer.usual_series import Kind, UsualSeries, usual_kind
 
 OTHER = "other"
@@ -30,33 +31,6 @@ LONG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Paths with a label of their own; other engine paths share one."""
-
-
-Series = TypeVar("Series", CounterSeries, HistogramSeries)
-Made_co = TypeVar("Made_co", covariant=True)
-
-
-class _Metric(Protocol[Made_co]):
-    def labels(self, *values: str) -> Made_co: ...
-    def remove(self, *values: str) -> None: ...
-
-
-class _Labelled(dict[tuple[str, ...], Series]):
-    """A metric's series by their labels, and who is to be forgotten."""
-
-    def __init__(self, metric: _Metric[Series]) -> None:
-        super().__init__()
-        self._metric: _Metric[Series] = metric
-
-    def __missing__(self, labels: tuple[str, ...]) -> Series:
-        series = self[labels] = self._metric.labels(*labels)
-        return series
-
-    def forget(self, number: int, known: Set[str]) -> None:
-        """Drop the series whose label `number` isn't known any more."""
-        for labels in [each for each in self if each[number] not in known]:
-            self._metric.remove(*labels)
-            del self[labels]
 
 
 class _Names:
@@ -84,7 +58,7 @@ class BalancerMetrics:
         self._define_tokens(registry)
 
     def _define(self, registry: CollectorRegistry) -> None:
-        self._requests = _Labelled(
+        self._requests = Labelled(
             Counter(
                 "kvlb_requests_total",
                 "Requests answered, by status class and outcome (ok, or the code of the error).",
@@ -92,7 +66,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._duration = _Labelled(
+        self._duration = Labelled(
             Histogram(
                 "kvlb_request_duration_seconds",
                 "From arrival to last byte.",
@@ -101,7 +75,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._request_first_byte = _Labelled(
+        self._request_first_byte = Labelled(
             Histogram(
                 "kvlb_request_time_to_first_token_seconds",
                 "From a streamed request's arrival to the first byte of its answer: both legs.",
@@ -110,7 +84,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._first_byte = _Labelled(
+        self._first_byte = Labelled(
             Histogram(
                 "kvlb_time_to_first_token_seconds",
                 "From sending a leg to its first token, where it can be seen (streams, prefill legs).",
@@ -119,7 +93,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._inter_token = _Labelled(
+        self._inter_token = Labelled(
             Histogram(
                 "kvlb_inter_token_seconds",
                 "Of a streamed leg, mean time between two of its tokens.",
@@ -128,7 +102,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._legs = _Labelled(
+        self._legs = Labelled(
             Counter(
                 "kvlb_legs_total",
                 "Attempts at a leg, by how they ended (ok, or the code of the error).",
@@ -136,7 +110,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._encode_seconds = _Labelled(
+        self._encode_seconds = Labelled(
             Histogram(
                 "kvlb_encode_seconds",
                 "From sending an encode leg to its answer.",
@@ -145,7 +119,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._encode_items = _Labelled(
+        self._encode_items = Labelled(
             Counter(
                 "kvlb_encode_items_total",
                 "Images, audio and video of fleets with encode instances: encoded, reused, or local "
@@ -154,7 +128,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._prefill_legs = _Labelled(
+        self._prefill_legs = Labelled(
             Counter(
                 "kvlb_prefill_legs_total",
                 "Decisions about the prefill leg: run, skipped or failed, and why.",
@@ -162,7 +136,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._own_failures = _Labelled(
+        self._own_failures = Labelled(
             Counter(
                 "kvlb_own_code_failures_total",
                 "Failures of the operator's own policy or handlers, by the exception's type.",
@@ -170,7 +144,7 @@ class BalancerMetrics:
                 registry=registry,
             )
         )
-        self._lookups = _Labelled(
+        self._lookups = Labelled(
             Counter(
                 "kvlb_index_lookups_total",
                 "Lookups in the index: ok, timeout, failed, skipped.",
@@ -186,8 +160,8 @@ class BalancerMetrics:
         ).labels()
 
     def _define_tokens(self, registry: CollectorRegistry) -> None:
-        def tokens(name: str, help_: str, *labels: str) -> _Labelled[CounterSeries]:
-            return _Labelled(Counter(name, help_, labels, registry=registry))
+        def tokens(name: str, help_: str, *labels: str) -> Labelled[CounterSeries]:
+            return Labelled(Counter(name, help_, labels, registry=registry))
 
         self._prompt = tokens("kvlb_prompt_tokens_total", "Tokens of scored prompts.", "model")
         self._available = tokens(
@@ -295,14 +269,14 @@ class BalancerMetrics:
         self._predictions[leg.kind, alias, outcome].value += 1
 
     def forget_absent(self, fleet: Fleet) -> None:
-        """Drop the series of instances that are not in `fleet` any more."""
-        known = _Names(fleet).aliases
+        """Drop the series of instances, models and adapters that are not in `fleet` any more."""
+        names = _Names(fleet)
+        models = names.models.keys() | {OTHER}
         self._usual.clear()
-        for each in (self._first_byte, self._inter_token, self._legs):
-            each.forget(1, known)
-        self._encode_seconds.forget(0, known)
-        for counter in (self._predicted, self._overpredicted, self._predictions):
-            counter.forget(1, known)
+        for each in vars(self).values():
+            if isinstance(each, Labelled):
+                each.forget("instance", names.aliases)
+                each.forget("model", models)
 
     def _names(self) -> _Names:
         fleet = self._fleet()

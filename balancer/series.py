@@ -57,7 +57,7 @@ class Counter:
     def __init__(
         self, name: str, help_: str, labels: Sequence[str] = (), *, registry: CollectorRegistry
     ) -> None:
-        self._name, self._help, self._labels = name, help_, labels
+        self._name, self._help, self.names = name, help_, labels
         self._series: dict[Labels, CounterSeries] = {}
         registry.register(self)
 
@@ -70,10 +70,10 @@ class Counter:
         del self._series[values]
 
     def describe(self) -> Iterable[Metric]:
-        return (CounterMetricFamily(self._name, self._help, labels=self._labels),)
+        return (CounterMetricFamily(self._name, self._help, labels=self.names),)
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
+        family = CounterMetricFamily(self._name, self._help, labels=self.names)
         for values, series in list(self._series.items()):
             family.add_metric(values, series.value)
         return (family,)
@@ -91,7 +91,7 @@ class Histogram:
         buckets: Sequence[float],
         registry: CollectorRegistry,
     ) -> None:
-        self._name, self._help, self._labels = name, help_, labels
+        self._name, self._help, self.names = name, help_, labels
         self._bounds = buckets
         spell: Callable[[float], str] = floatToGoString
         self._told = [spell(bound) for bound in (*buckets, float("inf"))]
@@ -107,10 +107,10 @@ class Histogram:
         del self._series[values]
 
     def describe(self) -> Iterable[Metric]:
-        return (HistogramMetricFamily(self._name, self._help, labels=self._labels),)
+        return (HistogramMetricFamily(self._name, self._help, labels=self.names),)
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        family = HistogramMetricFamily(self._name, self._help, labels=self.names)
         for values, series in list(self._series.items()):
             total = 0
             buckets = []

@@ -264,6 +264,27 @@ def test_series_of_removed_instances_disappear(bench: Bench) -> None:
     assert 'instance="other"' in text
 
 
+def test_series_of_models_that_nobody_serves_disappear(bench: Bench) -> None:
+    """Adapters come and go under ever new names: all that counted them goes, the others' stay."""
+    cards = [{"id": "base"}, *({"id": f"user-{n}", "parent": "base"} for n in range(60))]
+    loaded = replace(instance("a"), models=parse_model_list({"data": cards}))
+    asked = leg(prompt_tokens=100, cached_tokens=30, completion_tokens=5)
+    tokens = {"prompt_tokens": 100, "available_tokens": 64, "chosen_tokens": 64}
+    bench.observe(asked, stream=True, first_byte_s=11.0, **tokens)
+    before = generate_latest(bench.registry).decode()
+    bench.fleet = Fleet(instances=(loaded, instance("b")))
+    for number in range(60):
+        bench.observe(asked, model=f"user-{number}", stream=True, first_byte_s=11.0, **tokens)
+    with_all = generate_latest(bench.registry).decode()
+    bench.fleet = Fleet(instances=(instance("a"), instance("b")))
+    bench.metrics.forget_absent(bench.fleet)
+
+    after = generate_latest(bench.registry).decode()
+    assert with_all.count('"user-') > 60 * 20
+    assert "user-" not in after
+    assert after.count('model="base"') == before.count('model="base"') > 20
+
+
 def test_load_is_read_when_scraped(bench: Bench) -> None:
     """Gauges follow the ledger and the fleet."""
     rank = RankId(bench.fleet.instances[0].id, 0)
