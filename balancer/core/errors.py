@@ -21,7 +21,8 @@ BalancerError
 │   ├── EngineRefusedError (status of the engine)   it answered 4xx/5xx before any byte went out
 │   ├── HandOverFailedError 502      it couldn't load what another engine had computed
 │   └── StreamCutError 502           it died in the middle of its answer
-├── LeaseEndedError 503     the blocks of its prefill leg may be gone, or read already
+├── LeaseEndedError 503     the blocks of its prefill leg may be gone
+│   └── BlocksReadError 502          or read already: the engine closed its connection
 ├── PrefillFailedError 503  no prefill leg succeeded and local prefill isn't allowed
 ├── EncodeFailedError 503   no encode leg of an item succeeded and nobody may stand in
 ├── LoopError 508           a balancer sent it: an instance is no engine
@@ -279,7 +280,7 @@ class StreamCutError(EngineError):
 
 
 class LeaseEndedError(BalancerError):
-    """What the prefill engine kept may be gone, or have been read: both legs have to run again.
+    """What the prefill engine kept may be gone: both legs have to run again.
 
     Nobody's fault.
     """
@@ -288,6 +289,17 @@ class LeaseEndedError(BalancerError):
     retryable = True
     type = "ServiceUnavailableError"
     code = "lease_ended"
+
+
+class BlocksReadError(LeaseEndedError):
+    """The engine closed a kept connection, and may have read the blocks: not a lease that ended.
+
+    To its client it is what it would have been on a new connection.
+    """
+
+    status = EngineClosedError.status
+    type = EngineClosedError.type
+    code = EngineClosedError.code
 
 
 class PrefillFailedError(BalancerError):

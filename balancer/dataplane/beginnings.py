@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from balancer.core.errors import (
+    BlocksReadError,
     EngineClosedError,
     EngineRefusedError,
     HandOverFailedError,
@@ -64,10 +65,10 @@ class Readiness:
 
     def check(self) -> None:
         """Raise LeaseEndedError if its blocks may be gone."""
+        if self._is_handed and self._is_written:
+            raise BlocksReadError("the engine closed the connection unanswered")
         if self._by_s is not None and self._clock() > self._by_s:
             raise LeaseEndedError("the prefill engine's blocks may be gone")
-        if self._is_handed and self._is_written:
-            raise LeaseEndedError("the prefill engine's blocks may have been read")
         self._is_written = True
 
 

@@ -253,6 +253,35 @@ async def test_what_was_handed_over_is_read_once(
     assert len(told) == 3
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "new"])
+async def test_a_closed_connection_is_told_as_one_whether_it_was_kept_or_new(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, kept: bool
+) -> None:
+    """No other attempt may be made; no lease has ended."""
+
+    async def decode(received: Any, wire: Any) -> None:
+        if len(d.received) == 1 and kept:
+            await answer_ok(received, wire)
+        else:
+            wire.close()
+
+    async with engine(prefill_ok) as p, engine(decode) as d:
+        fleet = [
+            instance(p, "p0", role=Role.PREFILL, connector="nixl"),
+            instance(d, "d0", role=Role.DECODE, connector="nixl"),
+        ]
+        async with balancer(*fleet, settings=DataPlaneSettings(retries=0)) as proxy:
+            answers = [
+                await client.post(
+                    proxy.url + COMPLETIONS, json=request(prompt=[number, *range(1000)])
+                )
+                for number in range(1 + kept)
+            ]
+
+    assert all("kv_transfer_params" in each.json for each in d.received)
+    assert (answers[-1].status_code, answers[-1].json()["error"]["code"]) == (502, "engine_closed")
+
+
 async def test_after_a_hand_over_that_failed_its_source_is_not_asked_again(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
 ) -> None:
