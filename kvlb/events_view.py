@@ -242,9 +242,9 @@ async def find_streams(options: EventsOptions) -> Sequence[RankSource]:
 
 REMEDIES = {
     "events_off": "publishes no KV events; start it with --kv-events-config "
-    '\'{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:6557"}\'',
+    '\'{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:5657"}\'',
     "no_events_endpoint": "has no /kv_event_sources (vLLM before 0.31); name its event socket: "
-    "kvlb events tcp://host:5557 --replay tcp://host:6557",
+    "kvlb events tcp://host:5557 --replay tcp://host:5657",
 }
 
 

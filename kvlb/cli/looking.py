@@ -34,7 +34,7 @@ def events(
     For example:
 
     - `kvlb events http://127.0.0.1:8000`
-    - `kvlb events tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:6557 --from 0`
+    - `kvlb events tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5657 --from 0`
     """
     from kvlb.events_view import EventsOptions, watch
 

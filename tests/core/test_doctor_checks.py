@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from balancer.core.fleet.snapshot import Role
-from balancer.core.settings.transfer import OffloadingSettings
+from balancer.core.settings.transfer import ChildSettings, OffloadingSettings
 from indexer.core.model_cards import ServedModels
 from kvlb.doctor.core import engine_checks, event_checks, fleet_checks
 from kvlb.doctor.core.examination import FLEET_CHECKS, INSTANCE_CHECKS, examine
@@ -24,7 +24,7 @@ from kvlb.doctor.core.facts import (
 )
 from kvlb.doctor.core.findings import Finding, Level, by_severity
 
-ENDPOINT, REPLAY = "tcp://*:5557", "tcp://*:6557"
+ENDPOINT, REPLAY = "tcp://*:5557", "tcp://*:5657"
 PROBED = Probed(prompt_tokens=33, tells_cached=True, cached_tokens=32)
 WELL = Stream(
     rank=0,
@@ -331,16 +331,40 @@ def test_shared_tier_is_seen_by_its_events() -> None:
     assert "same --prefix-caching-hash-algo" in finding.change
 
 
+PEERS = OffloadingSettings(p2p_host="10.0.0.1")
+
+
 @pytest.mark.parametrize(
-    "transfer", [None, OffloadingSettings(p2p_host="10.0.0.1")], ids=["storage", "peers"]
+    ("connector", "transfer", "seen"),
+    [
+        ("offloading", None, "`connector: offloading`"),
+        ("offloading", PEERS, "transfer.p2p_host: 10.0.0.1"),
+        ("multi", ChildSettings(children={"offloading": None}), "child `offloading`"),
+        (
+            "multi",
+            ChildSettings(children={"nixl": None, "offloading": PEERS}),
+            "transfer.children.offloading.p2p_host: 10.0.0.1",
+        ),
+    ],
+    ids=["storage", "peers", "child-storage", "child-peers"],
 )
-def test_shared_tier_is_told_by_the_connector(transfer: OffloadingSettings | None) -> None:
+def test_shared_tier_is_told_by_the_connector(
+    connector: str, transfer: OffloadingSettings | ChildSettings | None, seen: str
+) -> None:
     """Peers read each other's blocks by name, or meet in a storage: no metric need say so."""
     one, other = engine(**hashed(1)), second(**hashed(2))
-    told = replace(one.told, connector="offloading", transfer=transfer)
+    told = replace(one.told, connector=connector, transfer=transfer)
     (finding,) = fleet_checks.hash_seed_differs(fleet(replace(one, told=told), other))
 
-    assert ("p2p_host" in finding.seen) == (transfer is not None)
+    assert seen in finding.seen
+
+
+def test_children_without_a_tier_share_nothing() -> None:
+    """They hand over what a request names."""
+    one, other = engine(**hashed(1)), second(**hashed(2))
+    told = replace(one.told, connector="multi", transfer=ChildSettings(children={"nixl": None}))
+
+    assert list(fleet_checks.hash_seed_differs(fleet(replace(one, told=told), other))) == []
 
 
 def test_old_sha256_is_told_of_its_seed() -> None:

@@ -15,7 +15,7 @@ from kvlb.doctor.core.findings import Finding, Level
 
 EVENTS_CONFIG = (
     '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
-    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}\''
+    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}\''
 )
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
@@ -40,7 +40,7 @@ def events_unknown(facts: InstanceFacts) -> Iterator[Finding]:
             "events_unknown",
             "it has no /kv_event_sources (vLLM before 0.31), and `events` is not set",
             f"start the engine with {EVENTS_CONFIG} and set `events: tcp://{facts.told.host}:5557` "
-            f"and `replay: tcp://{facts.told.host}:6557` of the instance",
+            f"and `replay: tcp://{facts.told.host}:5657` of the instance",
         )
 
 
@@ -52,7 +52,7 @@ def no_replay(facts: InstanceFacts) -> Iterator[Finding]:
             facts,
             "no_replay",
             f"no replay endpoint ({_ranks(ranks)})",
-            'add "replay_endpoint": "tcp://*:6557" to --kv-events-config, and `replay` to the '
+            'add "replay_endpoint": "tcp://*:5657" to --kv-events-config, and `replay` to the '
             "instance if its `events` is set",
             level=Level.WARNING,
         )

@@ -14,9 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
 
+import msgspec
+
 from balancer.connectors.available import encoder_conflicts, pair_conflicts
 from balancer.core.fleet.snapshot import Instance, Role
-from balancer.core.settings.transfer import OffloadingSettings
+from balancer.core.settings.transfer import ChildSettings, OffloadingSettings
 from indexer.core.addresses import parse_instance_id
 from indexer.core.endpoints import (
     EndpointError,
@@ -48,7 +50,7 @@ def _clash(facts: InstanceFacts, other: InstanceFacts, seen: str) -> Finding:
         ranks = len(facts.declared or {}) or facts.told.ranks or 1
         change = (
             f"set the replay_endpoint's port at least {ranks} away from the endpoint's, for "
-            'instance "tcp://*:5557" and "tcp://*:6557": rank r adds r to both'
+            'instance "tcp://*:5557" and "tcp://*:5657": rank r adds r to both'
         )
     else:
         seen = f"{seen}, of {other.name} and {facts.name}"
@@ -147,11 +149,23 @@ def _shared_tier(facts: InstanceFacts) -> str | None:
             return f"events of tier {min(others)}"
     if facts.metrics.offload is not None:
         return facts.metrics.offload
-    transfer = facts.told.transfer
+    told = facts.told
+    if isinstance(told.transfer, ChildSettings):
+        return _told_tier(told.transfer.children, "child `offloading`", "children.offloading.")
+    return _told_tier({told.connector: told.transfer}, "`connector: offloading`", "")
+
+
+def _told_tier(
+    transfers: Mapping[str, msgspec.Struct | None], plainly: str, where: str
+) -> str | None:
+    """Of what is configured for each connector; `where` its settings are."""
+    if "offloading" not in transfers:
+        return None
+    transfer = transfers["offloading"]
     if isinstance(transfer, OffloadingSettings) and transfer.p2p_host is not None:
-        return f"`transfer.p2p_host: {transfer.p2p_host}`"
+        return f"`transfer.{where}p2p_host: {transfer.p2p_host}`"
     # Between prefill and decode engines without peers of their own, both use one storage.
-    return "`connector: offloading`" if facts.told.connector == "offloading" else None
+    return plainly
 
 
 def connectors_differ(fleet: FleetFacts) -> Iterator[Finding]:
