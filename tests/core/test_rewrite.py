@@ -245,3 +245,14 @@ def test_options_of_a_stream_may_say_what_they_like() -> None:
     check_generate_body(
         Endpoint.COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}
     )
+
+
+@pytest.mark.parametrize("text", ["a", "\ud800"], ids=["plain", "surrogate"])
+def test_a_body_too_deep_to_be_written_is_refused(text: str) -> None:
+    """It could be read just so, higher up the stack."""
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+
+    with pytest.raises(BadRequestError, match="nested too deep"):
+        encode_body({"text": text, "nested": nested})

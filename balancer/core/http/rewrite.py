@@ -65,11 +65,17 @@ def decode_body(raw: bytes) -> DecodedBody:
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
-    """Write a body that had to change."""
+    """Write a body that had to change. Raises BadRequestError.
+
+    What could just be read may be too deep to be written, as that begins further down the stack.
+    """
     try:
-        return msgspec.json.encode(body)
-    except UnicodeEncodeError:
-        return json.dumps(body).encode()
+        try:
+            return msgspec.json.encode(body)
+        except UnicodeEncodeError:
+            return json.dumps(body).encode()
+    except RecursionError as error:
+        raise BadRequestError("the body is nested too deep") from error
 
 
 def _is_unicode(body: Any) -> bool:
