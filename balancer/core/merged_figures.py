@@ -7,7 +7,8 @@ Rules:
 2. A gauge says how something is that all processes see, load included, which they share: it is taken
    from the first process that has it. Of the processes themselves (`process_*`, `kvlb_workers`)
    gauges add up, but for limits and the start, of which the least counts.
-3. Series of instances that no process knows any more leave, also those of processes that have ended.
+3. Series of instances and models that no process knows any more leave, also those of processes that have
+   ended.
 
 Cost: one dict operation per series and process.
 """
@@ -18,8 +19,8 @@ import msgspec
 
 ADDED = frozenset({"counter", "histogram", "summary"})
 LEAST = frozenset({"process_start_time_seconds", "process_max_fds"})
-MEMBERS = "kvlb_instance_healthy"
-"""The gauge that has a series for every instance of the fleet."""
+NAMED_BY = {"instance": "kvlb_instance_healthy", "model": "kvlb_model_instances"}
+"""The gauges that have a series for every instance of the fleet, and for every model."""
 OTHER = "other"
 
 
@@ -91,19 +92,22 @@ def _is_of_process(family: Family) -> bool:
 
 
 def _without_absent(families: list[Family]) -> list[Family]:
-    members = next((each for each in families if each.name == MEMBERS), None)
-    if members is None:
-        return families
-    known = {value for each in members.series for name, value in each.labels if name == "instance"}
-    known.add(OTHER)
-    return [_of_known(each, known) if each.kind in ADDED else each for each in families]
+    for label, gauge in NAMED_BY.items():
+        told = next((each for each in families if each.name == gauge), None)
+        if told is not None and told.series:
+            known = {value for each in told.series for name, value in each.labels if name == label}
+            known.add(OTHER)
+            families = [
+                _of_known(each, label, known) if each.kind in ADDED else each for each in families
+            ]
+    return families
 
 
-def _of_known(family: Family, known: set[str]) -> Family:
+def _of_known(family: Family, label: str, known: set[str]) -> Family:
     kept = [
         each
         for each in family.series
-        if all(name != "instance" or value in known for name, value in each.labels)
+        if all(name != label or value in known for name, value in each.labels)
     ]
     return (
         family if len(kept) == len(family.series) else msgspec.structs.replace(family, series=kept)

@@ -1,5 +1,6 @@
 """Metrics of what fleet, ledger and router hold anyway: read when scraped, nothing has to leave them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -100,4 +101,16 @@ class FleetCollector(Collector):
                 load = self._ledger.load(rank)
                 in_flight.add_metric((instance.alias, str(rank.rank)), load.requests)
                 queued.add_metric((instance.alias, str(rank.rank)), load.queued_tokens)
-        yield from (healthy, available, in_flight, queued)
+        yield from (healthy, available, in_flight, queued, self._models())
+
+    def _models(self) -> Metric:
+        models = GaugeMetricFamily(
+            "kvlb_model_instances",
+            "Instances that serve this model or adapter, healthy or not.",
+            labels=("model",),
+        )
+        served = [each.models for each in self._fleet().instances if each.models is not None]
+        counts = Counter(name for each in served for name in {each.base, *each.adapters})
+        for name, instances in counts.items():
+            models.add_metric((name,), instances)
+        return models

@@ -84,6 +84,25 @@ def test_series_of_instances_that_left_leave() -> None:
     }
 
 
+def of_models(name: str, kind: str, *values: tuple[str, float]) -> Family:
+    series = [Series(name, (("model", model),), value) for model, value in values]
+    return Family(name, kind, "help", series)
+
+
+def test_series_of_models_that_nobody_serves_leave() -> None:
+    """Unless it isn't known yet what is served."""
+    ended = [of_models("asked", "counter", ("m", 1), ("gone", 5), ("other", 2))]
+    served = of_models("kvlb_model_instances", "gauge", ("m", 3))
+    nothing = of_models("kvlb_model_instances", "gauge")
+
+    assert values(merge([[served]], ended)) == {
+        ("kvlb_model_instances", "m"): 3,
+        ("asked", "m"): 1,
+        ("asked", "other"): 2,
+    }
+    assert values(merge([[nothing]], ended))["asked", "gone"] == 5
+
+
 counts = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 99)), unique_by=lambda x: x[0])
 
 

@@ -297,6 +297,13 @@ def test_load_is_read_when_scraped(bench: Bench) -> None:
     assert bench.value("kvlb_instance_in_flight", instance="a", rank="0") == 0
     assert bench.value("kvlb_instance_healthy", instance="a", role="decode") == 1
     assert bench.value("kvlb_instance_available", instance="b", role="decode") == 1
+    assert [
+        bench.value("kvlb_model_instances", model=name) for name in ("base", "ad", "alias")
+    ] == [
+        2,
+        2,
+        None,
+    ]
 
 
 def test_lookups_are_counted_by_outcome(bench: Bench) -> None:
