@@ -32,6 +32,7 @@ BalancerError
 _NOT_SPLITTABLE = (
     "this can't run over two legs, and no instance here takes a request without a prefill leg"
 )
+_NO_FILES = "this balancer may open no more connections: raise its limit of open files"
 LOOPED = 508
 """What a balancer answers to a request of its own: no engine is behind that address."""
 _ELSEWHERE = frozenset({500, 502, 503, 504, LOOPED})
@@ -190,10 +191,8 @@ class NoFilesError(FleetError):
 
     code = "no_files"
 
-    def __init__(self) -> None:
-        super().__init__(
-            "this balancer may open no more connections: raise its limit of open files"
-        )
+    def __init__(self, message: str = _NO_FILES) -> None:
+        super().__init__(message)
 
 
 class ChangesLostError(FleetError):
