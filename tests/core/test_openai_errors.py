@@ -94,3 +94,10 @@ def test_refusal_of_an_engine_keeps_its_status() -> None:
 
     assert (busy.status, busy.retryable) == (503, True)
     assert (wrong.status, wrong.retryable) == (400, False)
+
+
+def test_a_name_that_is_no_unicode_can_be_told() -> None:
+    """A client may ask for any model."""
+    error = errors.ModelNotFoundError("The model `\ud800` does not exist.")
+
+    assert json.loads(render_error(error).body)["error"]["message"] == error.message

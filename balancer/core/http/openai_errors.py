@@ -7,6 +7,7 @@ Rules:
 3. In a stream the same body is one `data:` event. `[DONE]` is never made up.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ class RenderedError:
 
 def render_error(error: BalancerError, *, path: str = "") -> RenderedError:
     """Write the answer that tells a client of `error`."""
-    body = msgspec.json.encode(_error_value(error, path))
+    body = _encode(_error_value(error, path))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -54,7 +55,15 @@ def render_error(error: BalancerError, *, path: str = "") -> RenderedError:
 
 def render_error_event(error: BalancerError) -> bytes:
     """Write `error` as one event of a stream whose status has already gone out."""
-    return b"data: " + msgspec.json.encode(_error_value(error, "")) + b"\n\n"
+    return b"data: " + _encode(_error_value(error, "")) + b"\n\n"
+
+
+def _encode(value: dict[str, Any]) -> bytes:
+    """A name that a client made up may hold a lone surrogate, which only the standard library writes."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
 
 
 def _error_value(error: BalancerError, path: str) -> dict[str, Any]:
