@@ -80,8 +80,9 @@ BENCHMARKS = (
         "decision",
         "Deciding, by ranks and prompts",
         "From a prompt's packed tokens to the booked leg, policy kvlb, index in memory: hashed, looked up in tables "
-        "that real events have filled, every rank's cost, chosen, booked. Each rank holds a random part of the prompt "
-        "and knows its capacity; four legs per rank are in flight. The target is a p99 below 2 ms for 32,768 tokens and 64 ranks.",
+        "that real events have filled, every rank's cost, chosen, booked. Each rank holds a random part of every conversation "
+        "and knows its capacity; four legs per rank are in flight. No prompt is decided twice: each is the beginning of a "
+        "conversation, and tokens of its own from there on. The target is a p99 below 2 ms for 32,768 tokens and 64 ranks.",
     ),
     Benchmark(
         "overhead.parts",

@@ -1,8 +1,9 @@
 """How deciding grows with ranks and prompts: `python -m benchmarks.decision` prints a markdown table.
 
 From a prompt's packed tokens to the booked leg, index in memory: hashed, looked up in tables that real
-events have filled, every rank's cost, chosen, booked. Each rank holds a random part of the prompt,
-knows its capacity, and has legs in flight, of which the oldest ends after each decision.
+events have filled, every rank's cost, chosen, booked. Each rank holds a random part of every
+conversation, knows its capacity, and has legs in flight, of which the oldest ends after each decision.
+No prompt is decided twice: each is a random part of a conversation, and tokens of its own from there on.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ RANKS = (2, 16, 64, 256)
 PROMPTS = (1_024, 8_192, 32_768, 131_072)
 ROUNDS = 500
 LEGS_PER_RANK = 4
+CONVERSATIONS = 4
 CAPACITY_TOKENS = 1_000_000
 MODELS = ServedModels(base=MODEL, aliases=frozenset({MODEL}), adapters=frozenset(), cards=())
 
@@ -48,10 +50,11 @@ def fleet_of(ranks: int) -> Fleet:
 async def measure_s(ranks: int, tokens: int) -> list[float]:
     """CPU seconds of each decision, least first."""
     engines, fleet, draw = index_workload.Fleet(ranks), fleet_of(ranks), draw_from(5)
-    ids = prompt_tokens(tokens, seed=tokens)
-    for rank in engines.ranks:
-        for frame in prompt_frames(ids[: draw.randrange(tokens + 1)], seed=tokens):
-            await engines.write(rank, frame)
+    held = [prompt_tokens(tokens, seed=tokens + number) for number in range(CONVERSATIONS)]
+    for number, ids in enumerate(held):
+        for rank in engines.ranks:
+            for frame in prompt_frames(ids[: draw.randrange(tokens + 1)], seed=number):
+                await engines.write(rank, frame)
     router = Router(
         index=engines.index,
         ledger=LocalLedger(monotonic),
@@ -74,7 +77,9 @@ async def measure_s(ranks: int, tokens: int) -> list[float]:
     taken_s = []
     spare_startup_objects()
     for number in range(ROUNDS + LEGS_PER_RANK * ranks):
-        view = PromptView(prompts=(prompt_of(ids),), source="ids")
+        begun = draw.choice(held)[: draw.randrange(tokens)]
+        own = prompt_tokens(tokens - len(begun), seed=-1 - number)
+        view = PromptView(prompts=(prompt_of(begun + own),), source="ids")
         started_s = process_time()
         legs.append(await router.route(fleet, request, view))
         taken_s.append(process_time() - started_s)
