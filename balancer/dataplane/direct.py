@@ -5,11 +5,7 @@ proxied requests out of it between the request's headers and its application, an
 `DirectExchange`. So a piece of an answer costs one call and one buffer, not a message, a coroutine and
 a header scan.
 
-Rules:
-
-1. Requests of one connection are answered one after the other, in their order.
-2. A connection on which nothing comes for as long as uvicorn keeps it alive is closed. One timer per
-   connection looks when it fell idle, not one per request.
+Rule: requests of one connection are answered one after the other, in their order.
 
 Measured: docs/decisions/0010-server-protocol.md.
 """
@@ -26,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from balancer.dataplane.direct_exchange import DirectExchange, Plane
+from balancer.dataplane.lookout import Lookout
 from balancer.dataplane.server_protocols import ExactHttp
 
 
@@ -38,52 +35,25 @@ class DirectProtocol(ExactHttp):
     def __init__(
         self,
         plane: Plane,
+        lookout: Lookout,
         *,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(lookout, config, server_state, app_state, _loop)
         self.plane = plane
         self.answering: DirectExchange | None = None
         """Behind it others may wait: requests that came before their turn."""
-        self._is_idle = False
-        self._idle_since_s = 0.0
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.timeout_keep_alive_task is not None:
-            self.timeout_keep_alive_task.cancel()
         for exchange in {self.answering, self.cycle}:
             if isinstance(exchange, DirectExchange):
                 exchange.on_gone()
         if isinstance(self.cycle, DirectExchange):
             self.cycle = None
         super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        self.server_state.total_requests += 1
-        if self.transport.is_closing():
-            return
-        self.flow.resume_reading()
-        if self.pipeline:
-            cycle, app = self.pipeline.pop()
-            self._start_asgi_task(cycle, app)
-            return
-        self._is_idle = True
-        self._idle_since_s = self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self._look_later(self.timeout_keep_alive)
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.timeout_keep_alive_task = None
-        if not self._is_idle:
-            return  # the end of what it is busy with will look again
-        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
-        if left_s > 0:
-            self._look_later(left_s)
-        else:
-            super().timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
         # The scope is put together only for an application.
@@ -97,11 +67,11 @@ class DirectProtocol(ExactHttp):
             self._hand_to_application()
             return
         before = self.cycle
+        self.in_body = True
         self.cycle = DirectExchange(self, target)
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
         else:
-            self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
@@ -111,6 +81,7 @@ class DirectProtocol(ExactHttp):
             self.cycle.on_body(body)
 
     def on_message_complete(self) -> None:
+        self.in_body = False
         if not isinstance(self.cycle, DirectExchange):
             super().on_message_complete()
         elif not self.cycle.response_complete:
@@ -136,15 +107,6 @@ class DirectProtocol(ExactHttp):
         cycle.task = self.loop.create_task(cycle.run())
         self.tasks.add(cycle.task)
 
-    def _unset_keepalive_if_required(self) -> None:
-        """Something has come."""
-        self._is_idle = False
-
-    def _look_later(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(
-            seconds, self.timeout_keep_alive_handler
-        )
-
     def _hand_to_application(self) -> None:
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
@@ -155,4 +117,4 @@ class DirectProtocol(ExactHttp):
 
 def direct_protocol(plane: Plane) -> type[asyncio.Protocol]:
     """What uvicorn calls for each connection (`http=`)."""
-    return cast("type[asyncio.Protocol]", partial(DirectProtocol, plane))
+    return cast("type[asyncio.Protocol]", partial(DirectProtocol, plane, Lookout()))

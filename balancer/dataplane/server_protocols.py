@@ -11,14 +11,15 @@ Rules:
 
 from typing import Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from balancer.dataplane.bounded_http import BoundedHttp
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 """Of one WebSocket message, in both directions."""
 
 
-class ExactHttp(HttpToolsProtocol):
+class ExactHttp(BoundedHttp):
     """HTTP/1.1 and 1.0."""
 
     def on_headers_complete(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 import uvicorn
+import uvloop
 
 from balancer.connectors.available import connectors
 from balancer.core.fleet.snapshot import Fleet, Instance
@@ -30,12 +31,11 @@ from balancer.core.settings.routing import PdSettings, RoutingSettings
 from balancer.dataplane.admission import Admission, Room
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.direct import direct_protocol
-from balancer.dataplane.exchange import AsgiExchange
+from balancer.dataplane.exchange import AsgiExchange, Exchange
 from balancer.dataplane.plane import DataPlane
 from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.server_protocols import (
     MAX_MESSAGE_BYTES,
-    ExactHttp,
     PatientWebSocket,
 )
 from balancer.dataplane.upstream import Upstream
@@ -46,6 +46,12 @@ from indexer.core.index import Prompt
 from indexer.core.model_cards import ServedModels
 from indexer.core.types import InstanceId
 from indexer.memory_index import MemoryIndex
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], Any]]:
+    """The clients that leave do so on the loop that kvlb runs on."""
+    is_kvlbs = item.path.name == "test_disconnect_matrix.py"
+    return {"loop": uvloop.new_event_loop if is_kvlbs else asyncio.new_event_loop}
 
 
 @dataclass
@@ -343,7 +349,7 @@ class Balancer:
             uvicorn.Config(
                 self,
                 loop="none",
-                http=direct_protocol(self.dataplane) if self.is_direct else ExactHttp,
+                http=direct_protocol(self.dataplane if self.is_direct else _OverAsgi()),
                 ws=PatientWebSocket,
                 ws_max_size=MAX_MESSAGE_BYTES,
                 lifespan="off",
@@ -363,6 +369,16 @@ class Balancer:
                 finally:
                     server.leave.set()
         await self.upstream.close()
+
+
+class _OverAsgi:
+    """Whose paths are all the application's, as where browsers of other origins are told apart."""
+
+    def proxies(self, _path: str) -> bool:
+        return False
+
+    async def handle(self, _exchange: Exchange) -> None:
+        raise AssertionError("not to be asked")
 
 
 class _Server(uvicorn.Server):

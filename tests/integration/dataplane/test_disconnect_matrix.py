@@ -1,6 +1,10 @@
-"""Clients that leave: every phase, streamed or not, one leg or two, as the engines see it."""
+"""Clients that leave: every phase, streamed or not, one leg or two, as the engines see it.
+
+On uvloop (`conftest.py`), which kvlb runs on.
+"""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -132,9 +136,10 @@ class Stage:
     def engines(self) -> list[Any]:
         return [each for each in (self.prefill, self.answering) if each is not None]
 
-    async def ask(self, *, stream: bool) -> None:
-        body = {"model": "m", "prompt": IDS, "stream": stream}
-        await self.client.post(COMPLETIONS, body)
+    async def ask(self, *, stream: bool, times: int = 1) -> None:
+        body = json.dumps({"model": "m", "prompt": IDS, "stream": stream})
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        await self.client.send((head + body).encode() * times)
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,20 @@ MATRIX = [
     for fleet in FLEETS
     if not (name == "prefill-leg" and fleet.startswith("whole"))
 ]
+MORE = {
+    "later": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    "later-and-large": b"POST /explain HTTP/1.1\r\nhost: x\r\ncontent-length: 4000000\r\n\r\n"
+    + b"a" * 3_000_000,
+}
+"""What a client may send besides, once its request is where it is left."""
+BEFORE_THEIR_TURN = [
+    pytest.param(name, stream, fleet, more, id=f"{name}-{fleet}-{more}")
+    for name, phase in PHASES.items()
+    if name != "reading-the-body"
+    for stream in phase.streams[-1:]
+    for fleet, more in zip(FLEETS, ("later", "later", "later-and-large", "at-once"), strict=True)
+    if not (name == "prefill-leg" and fleet.startswith("whole"))
+]
 
 
 @pytest.fixture
@@ -212,7 +231,7 @@ def staged(engine: Any, balancer: Any, instance: Any, raw_client: Any) -> Any:
     return start
 
 
-async def bring_to(stage: Stage, phase: Phase, *, stream: bool) -> None:
+async def bring_to(stage: Stage, phase: Phase, *, stream: bool, times: int = 1) -> None:
     """Ask, and wait until the request is where the client is to leave it."""
     if phase.half_sent:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
@@ -222,7 +241,7 @@ async def bring_to(stage: Stage, phase: Phase, *, stream: bool) -> None:
                 break
             await asyncio.sleep(0.01)
         return
-    await stage.ask(stream=stream)
+    await stage.ask(stream=stream, times=times)
     if stage.reached is not None:
         await stage.reached.wait()
     elif phase.reaches == "answering":
@@ -246,39 +265,92 @@ def predicted(stage: Stage) -> dict[str, int]:
     }
 
 
+async def check_leaving(
+    stage: Stage, phase: Phase, until: Any, *, stream: bool, more: str = "nothing"
+) -> None:
+    """Engines see it within a second, nothing stays counted, expected, open or running."""
+    proxy = stage.proxy
+    tasks_before = len(asyncio.all_tasks())
+    await bring_to(stage, phase, stream=stream, times=1 + (more == "at-once"))
+    asked_before = [len(each.received) for each in stage.engines]
+    if more in MORE:
+        await send_more(stage, MORE[more])
+    stage.client.leave()
+
+    open_legs = [
+        received.gone
+        for each in stage.engines
+        for received in each.received
+        if each is stage.answering or phase.reaches == "prefill"
+    ]
+    for _ in range(TURNS):
+        if proxy.records and all(each.is_set() for each in open_legs):
+            break
+        await asyncio.sleep(0.01)
+    (record,) = proxy.records
+    assert all(each.is_set() for each in open_legs)
+    await stage.answering.wait_for_connections(0)
+    await until(lambda: len(asyncio.all_tasks()) <= tasks_before + len(idle(stage)))
+
+    assert record.error == "ClientClosedRequest"
+    assert [len(each.received) for each in stage.engines] == asked_before
+    assert proxy.in_flight() == 0
+    # What a prefill engine has computed is there, whoever it was for.
+    is_prefilled = stage.prefill is not None and phase.reaches == "answering"
+    expected = {each.alias: 0 for each in proxy.fleet.instances}
+    assert predicted(stage) == expected | ({"p0": len(IDS) // 16} if is_prefilled else {})
+
+
+async def send_more(stage: Stage, data: bytes) -> None:
+    """Send what comes before its turn, and let the balancer take of it what it takes."""
+    await stage.client.send(data)
+    for _ in range(10):
+        await asyncio.sleep(0.002)
+
+
 @pytest.mark.parametrize(("name", "stream", "fleet"), MATRIX)
 async def test_client_leaves(staged: Any, until: Any, name: str, stream: bool, fleet: str) -> None:
     """Engines see it within a second, nothing stays counted, expected, open or running."""
-    phase = PHASES[name]
-    async with staged(phase, fleet) as stage, asyncio.timeout(20):
-        proxy = stage.proxy
-        tasks_before = len(asyncio.all_tasks())
-        await bring_to(stage, phase, stream=stream)
-        asked_before = [len(each.received) for each in stage.engines]
-        stage.client.leave()
+    async with staged(PHASES[name], fleet) as stage, asyncio.timeout(20):
+        await check_leaving(stage, PHASES[name], until, stream=stream)
 
-        open_legs = [
-            received.gone
-            for each in stage.engines
-            for received in each.received
-            if each is stage.answering or phase.reaches == "prefill"
-        ]
-        for _ in range(TURNS):
-            if proxy.records and all(each.is_set() for each in open_legs):
-                break
-            await asyncio.sleep(0.01)
-        (record,) = proxy.records
-        assert all(each.is_set() for each in open_legs)
-        await stage.answering.wait_for_connections(0)
-        await until(lambda: len(asyncio.all_tasks()) <= tasks_before + len(idle(stage)))
 
+@pytest.mark.parametrize(("name", "stream", "fleet", "more"), BEFORE_THEIR_TURN)
+async def test_client_leaves_that_has_sent_more(
+    staged: Any, until: Any, name: str, stream: bool, fleet: str, more: str
+) -> None:
+    """What waits behind a request, even more than is taken, doesn't hide that its client is gone."""
+    async with staged(PHASES[name], fleet) as stage, asyncio.timeout(20):
+        await check_leaving(stage, PHASES[name], until, stream=stream, more=more)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize("fleet", FLEETS)
+async def test_client_leaves_the_line(
+    staged: Any, raw_client: Any, until: Any, fleet: str, stream: bool
+) -> None:
+    """Its place is free, no engine hears of it, and whom it waited for goes on."""
+    one_each = Phase(options=lambda: {"routing": RoutingSettings(max_requests_per_rank=1)})
+    async with staged(one_each, fleet) as stage, asyncio.timeout(20):
+        await bring_to(stage, one_each, stream=False)
+        async with raw_client(stage.proxy) as second:
+            first, stage.client = stage.client, second
+            await stage.ask(stream=stream)
+            await until(lambda: sum(stage.proxy.admission.waiting.values()) == 1)
+            asked_before = [len(each.received) for each in stage.engines]
+            await send_more(stage, MORE["later"])
+            second.leave()
+            for _ in range(TURNS):
+                if stage.proxy.records:
+                    break
+                await asyncio.sleep(0.01)
+
+        (record,) = stage.proxy.records
         assert record.error == "ClientClosedRequest"
+        assert stage.proxy.admission.waiting == {}
         assert [len(each.received) for each in stage.engines] == asked_before
-        assert proxy.in_flight() == 0
-        # What a prefill engine has computed is there, whoever it was for.
-        is_prefilled = stage.prefill is not None and phase.reaches == "answering"
-        expected = {each.alias: 0 for each in proxy.fleet.instances}
-        assert predicted(stage) == expected | ({"p0": len(IDS) // 16} if is_prefilled else {})
+        assert not stage.answering.received[0].gone.is_set()
+        first.leave()
 
 
 def idle(stage: Stage) -> list[Any]:

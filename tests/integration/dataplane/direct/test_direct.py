@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from balancer.core.errors import BodyTooLargeError
+from balancer.core.http.body import whole
+from balancer.dataplane.bounded_http import MAX_HELD_BYTES
 from balancer.dataplane.exchange import Exchange
 
 Connect = Callable[..., AbstractAsyncContextManager[tuple[Any, Any]]]
@@ -241,3 +243,50 @@ async def test_body_over_the_limit_is_refused_while_it_comes(
 
         async with asyncio.timeout(20):
             assert await client.reader.readuntil(b"/other? hi")
+
+
+async def test_what_comes_while_another_is_answered_waits(connected: Connect, post: Post) -> None:
+    """It is answered in its turn, however it was cut."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        body = whole(await exchange.read_body(LIMIT_BYTES))
+        asked.set()
+        await go_on.wait()
+        await exchange.answer(200, ((b"content-length", b"1"),), body)
+
+    second = post(b"b")
+    async with connected(answer) as (client, plane):
+        client.send(post(b"a") + second[:20])
+        async with asyncio.timeout(20):
+            await asked.wait()
+        client.send(second[20:] + post(b"c"))
+        go_on.set()
+        for body in (b"a", b"b", b"c"):
+            await client.read(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n" + body)
+
+    assert len(plane.seen) == 3
+
+
+async def test_too_much_before_its_turn_is_not_kept(
+    connected: Connect, post: Post, until: Any
+) -> None:
+    """The answer says that it is the last; what came behind its request was not begun."""
+    go_on = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.read_body(LIMIT_BYTES)
+        await go_on.wait()
+        await exchange.answer(200, ((b"content-length", b"1"),), b"a")
+
+    async with connected(answer) as (client, plane):
+        client.send(post(b""))
+        await plane.begun()
+        client.send(post(b"x" * MAX_HELD_BYTES)[: MAX_HELD_BYTES + 1])
+        await until(lambda: not plane.seen[0].keep_alive)
+        go_on.set()
+
+        assert await client.read_rest() == (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\nconnection: close\r\n\r\na"
+        )
+        assert len(plane.seen) == 1
