@@ -90,11 +90,11 @@ def _of_prompt(body: Mapping[str, Any]) -> Refusal:
 
 
 def _of_count(value: object) -> Refusal:
-    """Of so many log probabilities of a position."""
+    """Of so many log probabilities of a position. They are looked at before texts become numbers."""
     if value is None:
         return _NO
     count = whole_number(value)
-    if count is None or count < -1:
+    if count is None or count < -1 or isinstance(value, str):
         return _CERTAIN
     return _NO if 0 <= count <= USUAL_MAX_LOGPROBS else _LIKELY
 
@@ -112,13 +112,22 @@ def _of_limits(body: Mapping[str, Any], endpoint: Endpoint) -> Refusal:
     names = ("max_completion_tokens", "max_tokens") if endpoint is _CHAT else ("max_tokens",)
     if any(body.get(name) is not None and whole_number(body[name]) is None for name in names):
         return _CERTAIN
+    least = whole_number(body.get("min_tokens", 0))
+    if least is None:
+        return _CERTAIN
     most = explicit_limit(body, endpoint)
+    return min(_of_range(body, endpoint, least, most), _surest(body))
+
+
+def _surest(body: Mapping[str, Any]) -> Refusal:
+    """Beam search overlooks limits that are out of range."""
+    return _LIKELY if body.get("use_beam_search") else _CERTAIN
+
+
+def _of_range(body: Mapping[str, Any], endpoint: Endpoint, least: int, most: int | None) -> Refusal:
     if most is not None and most < 1:
         return _LIKELY if most == 0 and _may_be_none(body, endpoint) else _CERTAIN
-    if "min_tokens" not in body:
-        return _NO
-    least = whole_number(body["min_tokens"])
-    if least is None or least < 0:
+    if least < 0:
         return _CERTAIN
     if most is None or least <= most:
         return _NO
