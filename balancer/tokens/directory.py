@@ -40,7 +40,6 @@ SPECIAL_NAMES = (
     "pad_token",
     "cls_token",
     "mask_token",
-    "additional_special_tokens",
 )
 
 
@@ -130,13 +129,14 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens by name, as text; absent and null ones are left undefined."""
+    """Special tokens by name, as text; absent and null ones are left undefined.
+
+    So are `additional_special_tokens`: transformers 5 doesn't show templates that list.
+    """
     return {name: _token_text(config[name]) for name in SPECIAL_NAMES if config.get(name)}
 
 
 def _token_text(token: Any) -> Any:
-    if isinstance(token, list):
-        return [_token_text(each) for each in token]
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -13,6 +13,7 @@ Rules:
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class _Page(msgspec.Struct, frozen=True):
-    decisions: list[Decision]
+    decisions: list[Decision] | None = None
+    """None: the page is one decision."""
 
 
 def read_decisions(text: str) -> list[Decision]:
@@ -100,13 +102,14 @@ def read_decisions(text: str) -> list[Decision]:
 
 
 def _decode(text: str) -> Iterator[Decision]:
-    first, _, rest = text.lstrip().partition("\n")
-    if not rest.strip() or '"decisions"' in first or first.strip() == "{":
-        yield from msgspec.json.decode(text, type=_Page).decisions
+    first, _, rest = text.strip().partition("\n")
+    if rest and first.strip() != "{" and '"decisions"' not in first:
+        for line in text.splitlines():
+            if line.strip():
+                yield msgspec.json.decode(line, type=Decision)
         return
-    for line in text.splitlines():
-        if line.strip():
-            yield msgspec.json.decode(line, type=Decision)
+    told = msgspec.json.decode(text, type=_Page).decisions
+    yield from [msgspec.json.decode(text, type=Decision)] if told is None else told
 
 
 def read_weights(options: Iterable[str]) -> dict[str, float]:
@@ -118,6 +121,8 @@ def read_weights(options: Iterable[str]) -> dict[str, float]:
             weights[name] = float(value)
         except ValueError as error:
             raise SettingsError(f"--weight: write TERM=FACTOR, not {option!r}") from error
+        if not 0 <= weights[name] < inf:
+            raise SettingsError(f"--weight: a factor is a number of 0 or more, not {value!r}")
     return weights
 
 

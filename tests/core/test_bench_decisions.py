@@ -52,6 +52,12 @@ def test_only_decisions_between_several_say_anything(text: str) -> None:
     assert [each.request_id for each in read_decisions(text)] == ["r0", "r1", "r2"]
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_one_decision_is_a_log(indent: int | None) -> None:
+    """As one line of a longer one is, or as somebody has written it out."""
+    assert len(read_decisions(json.dumps(LOG[0], indent=indent) + "\n")) == 1
+
+
 def test_a_weight_moves_what_it_decided(tmp_path: Path) -> None:
     """And nothing else; of equals the recorded choice stays."""
     whole = json.loads(told(PAGE, "queue=0", tmp_path=tmp_path))
@@ -104,6 +110,10 @@ def test_a_term_without_a_number_is_endless(tmp_path: Path) -> None:
         pytest.param('{"decisions": []}', (), "none of 0 decisions", id="empty"),
         pytest.param(PAGE, ("queue",), "write TERM=FACTOR", id="no factor"),
         pytest.param(PAGE, ("cue=1",), "no term 'cue'", id="no such term"),
+        pytest.param(PAGE, ("queue=nan",), "0 or more, not 'nan'", id="no number"),
+        pytest.param(PAGE, ("queue=inf",), "0 or more, not 'inf'", id="endless"),
+        pytest.param(PAGE, ("queue=-1",), "0 or more, not '-1'", id="negative"),
+        pytest.param('{"a": 1}', (), "missing required field `request_id`", id="something else"),
     ],
 )
 def test_what_is_wrong_is_said(

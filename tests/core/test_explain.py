@@ -78,6 +78,17 @@ def test_winner_is_explained(others: list[Choice], expected: str) -> None:
     assert expected in explain_choice(BEST, (BEST, *others))
 
 
+def test_home_that_costs_more_is_named() -> None:
+    """No weight is behind that: of a prompt that isn't scored the session is all that is known."""
+    home = replace_choice(BEST, is_home=True)
+
+    assert explain_choice(home, (home, choice("b", 0.05))) == (
+        "a was chosen although b costs less: "
+        "it is the session's home, and nothing is known of the prompt"
+    )
+    assert explain_choice(home, (home, OTHER)).startswith("a costs 0.3 less than b")
+
+
 def test_where_nothing_was_weighed_it_is_said() -> None:
     """There is no candidate to compare with, not even the winner."""
     told = explain_choice(choice("a", 0.0), ())

@@ -138,22 +138,25 @@ def test_unknown_prompts_of_a_session_stay_together() -> None:
 
 
 def test_a_home_is_worth_no_more_than_the_prompt() -> None:
-    """A queue of more than that, and the session is served elsewhere."""
+    """A queue of more than that, and the session is served elsewhere; a choice says if that decided."""
     policy = named_policy("kvlb")
     idle = [loaded(number) for number in range(4)]
     home = aliases(policy.choose(unscored("s"), idle, seeded_draw(1)))[0]
 
-    def chosen_with(queued_tokens: int) -> str:
+    def chosen_with(queued_tokens: int) -> tuple[str, bool]:
         busy = [
             loaded(number, requests=1, queued_tokens=queued_tokens, oldest_queued_s=0.0)
             if f"e{number}" == home
             else loaded(number)
             for number in range(4)
         ]
-        return aliases(policy.choose(unscored("s"), busy, seeded_draw(1)))[0]
+        chosen = policy.choose(unscored("s"), busy, seeded_draw(1))[0]
+        return chosen.candidate.instance.alias, chosen.is_home
 
-    assert chosen_with(500) == home
-    assert chosen_with(5000) != home
+    assert chosen_with(500) == (home, True)
+    elsewhere, is_home = chosen_with(5000)
+    assert elsewhere != home
+    assert not is_home
 
 
 def test_what_is_known_needs_no_hint() -> None:

@@ -205,6 +205,12 @@ def test_chat_fields_are_read() -> None:
     )
 
 
+def test_empty_list_of_documents_is_one() -> None:
+    """Templates tell it from none at all."""
+    assert chat(documents=[]).documents == []
+    assert chat(documents=None).documents is None
+
+
 @pytest.mark.parametrize(
     ("truncation", "expected"),
     [

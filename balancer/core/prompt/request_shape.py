@@ -71,7 +71,7 @@ def shape_chat(body: Mapping[str, Any]) -> ChatShape:
     return ChatShape(
         messages=bare,
         has_media=has_media,
-        tools=_objects(body, "tools"),
+        tools=_objects(body, "tools") or None,  # engines refuse an empty list
         tools_are_off=body.get("tool_choice") == "none",
         documents=_objects(body, "documents"),
         add_generation_prompt=_flag(body, "add_generation_prompt", default=True),
@@ -136,7 +136,7 @@ def _objects(body: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]] 
     value: list[Any] | None = _optional(body, name, list)
     if value and not all(isinstance(each, dict) for each in value):
         raise UnscorableError(Unscorable.BAD_PROMPT)
-    return value or None
+    return value
 
 
 def shape_tokens(body: Mapping[str, Any]) -> IdsShape:

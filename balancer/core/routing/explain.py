@@ -124,7 +124,10 @@ def explain_choice(chosen: Choice, considered: Sequence[Choice]) -> str:
     if gap == 0:
         return f"{name} and {_name(rival)} cost the same; chance or order of arrival decided"
     if gap < 0:
-        return f"{name} was chosen although {_name(rival)} costs less: the policy weighs otherwise"
+        why = "the policy weighs otherwise"
+        if chosen.is_home:
+            why = "it is the session's home, and nothing is known of the prompt"
+        return f"{name} was chosen although {_name(rival)} costs less: {why}"
     names = [*chosen.terms, *(term for term in rival.terms if term not in chosen.terms)]
     if not names:
         return f"{name} costs {gap:.4g} less than {_name(rival)}"

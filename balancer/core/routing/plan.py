@@ -75,6 +75,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Who prefills for this decode rank; None: it does so itself."""
     other: OtherWay | None = None
     """The way not taken, where both were open."""
+    is_home: bool = False
+    """Its session's home, preferred to who costs less."""
 
 
 class RoutePlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):

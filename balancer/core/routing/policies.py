@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Protocol, assert_never, runtime_checkable
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from balancer.core.routing.cost import LoadedCandidate, RequestShape, TieBreak, estimate_all
@@ -147,7 +148,7 @@ def _home_first(ordered: list[Choice], session: str) -> list[Choice]:
     saved_s = sum(home.terms.get(term, 0.0) for term in SAVED_BY_A_HIT)
     if home.cost_s - saved_s > ordered[0].cost_s:
         return ordered
-    return [home, *(each for each in ordered if each is not home)]
+    return [replace(home, is_home=True), *(each for each in ordered if each is not home)]
 
 
 class RoundRobin:

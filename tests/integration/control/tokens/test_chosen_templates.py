@@ -98,7 +98,11 @@ async def test_templates_of_clients_are_rendered_where_they_are_trusted(
 
 TEMPLATES = [
     {"name": "default", "template": "plain"},
-    {"name": "tool_use", "template": "with tools {{ eos_token }}"},
+    {
+        "name": "tool_use",
+        "template": "with tools {{ eos_token }}"
+        "{{ additional_special_tokens if additional_special_tokens is defined }}",
+    },
 ]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
