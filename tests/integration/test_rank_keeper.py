@@ -70,8 +70,9 @@ class Kept:
         self._seq += 1
 
     async def held(self) -> int:
-        match = (await self.index.match(PROMPT))[R0]
-        return match.tokens // SIZE
+        """Blocks that readers are told of: none while the rank is being written anew."""
+        match = (await self.index.match(PROMPT)).get(R0)
+        return 0 if match is None else match.tokens // SIZE
 
     async def is_written(self) -> None:
         async with asyncio.timeout(20):
