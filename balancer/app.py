@@ -251,6 +251,7 @@ class _Builder:
                 routes=routes,
                 dataplane=dataplane,
                 cors=Cors(self._config.dataplane.cors_origins),
+                settings=self._config.dataplane,
             ),
             keeper=self._keeper,
             ledger=self._ledger,

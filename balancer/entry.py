@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from balancer.core.http.cors import Cors
 from balancer.core.http.engine_paths import methods_of
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.client_socket import ClientSocket
 from balancer.dataplane.cross_origin import Application, CrossOrigin, Message, Receive, Send
 from balancer.dataplane.exchange import AsgiExchange
@@ -19,8 +20,17 @@ from balancer.dataplane.plane import DataPlane
 class Entry:
     """An ASGI application made of two."""
 
-    def __init__(self, *, routes: Application, dataplane: DataPlane, cors: Cors) -> None:
+    def __init__(
+        self,
+        *,
+        routes: Application,
+        dataplane: DataPlane,
+        cors: Cors,
+        settings: DataPlaneSettings,
+    ) -> None:
         self._routes = routes
+        self.settings = settings
+        """What a server of this lets clients do."""
         self.dataplane = dataplane
         self.handle = dataplane.handle
         """Answer an engines' path. Raises nothing but cancellation."""

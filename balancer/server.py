@@ -86,7 +86,7 @@ async def serve_on(
         uvicorn.Config(
             app,
             loop="none",
-            http=direct_protocol(app.entry),
+            http=direct_protocol(app.entry, app.entry.settings),
             ws=PatientWebSocket,
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,

@@ -4,7 +4,7 @@ BalancerError
 ├── RequestError          the client's fault; never retried, always 4xx
 │   ├── BadRequestError 400   UnauthorizedError 401   ForbiddenError 403   ModelNotFoundError 404
 │   ├── PathNotFoundError 404   ResponseNotFoundError 404   MethodNotAllowedError 405
-│   ├── BodyTooLargeError 413
+│   ├── BodyTooLargeError 413   RequestLateError 408   TargetTooLongError 414   HeadTooLargeError 431
 │   └── MemberNotFoundError 404   MemberConflictError 409   MemberRefusedError 422   (/instances)
 ├── FleetError            nobody can serve it now
 │   ├── NotSplittableError 503    who is there takes nothing without a prefill leg
@@ -124,6 +124,30 @@ class BodyTooLargeError(RequestError):
     status = 413
     type = "RequestEntityTooLargeError"
     code = "body_too_large"
+
+
+class RequestLateError(RequestError):
+    """The rest of the request doesn't come."""
+
+    status = 408
+    type = "RequestTimeoutError"
+    code = "request_late"
+
+
+class TargetTooLongError(RequestError):
+    """Path and query are over the configured limit."""
+
+    status = 414
+    type = "RequestURITooLongError"
+    code = "target_too_long"
+
+
+class HeadTooLargeError(RequestError):
+    """The head is over the configured limit."""
+
+    status = 431
+    type = "RequestHeaderFieldsTooLargeError"
+    code = "head_too_large"
 
 
 class MemberNotFoundError(RequestError):

@@ -7,24 +7,44 @@ Rules:
    held; over `MAX_HELD_BYTES` it is dropped, and the connection ends with the answer, as HTTP allows.
 2. A client that has sent its last byte has left, even if it could still read: so proxies and engines
    take it, too.
-3. A connection on which nothing comes for as long as uvicorn keeps it alive is closed.
+3. Nobody is waited for without an end: not for a first byte, for the rest of a head, for more of a
+   body, or for another request. While the server stops, less so.
+4. A head, and what comes beside a body (trailers, chunk extensions), has a size limit.
+5. An upgrade to anything but a WebSocket is declined by going on in HTTP/1.1, body included.
+6. What clients do wrong is told to them, and to nobody else.
 """
 
 import asyncio
+import http
 from typing import Any, Final
 
+import httptools
+import structlog
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from balancer.core.errors import (
+    BadRequestError,
+    BalancerError,
+    HeadTooLargeError,
+    RequestLateError,
+    TargetTooLongError,
+)
+from balancer.core.http.openai_errors import render_error
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.lookout import Lookout
 
 MAX_HELD_BYTES: Final = 1024 * 1024
+STOPPING_BODY_S: Final = 5.0
+"""A body of which nothing comes for so long doesn't hold up a server that stops."""
+
+_logger = structlog.stdlib.get_logger(__name__)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One client connection. Who overrides a callback of the parser keeps `in_head` and `in_body`."""
+    """One client connection. Who overrides a callback of the parser keeps what is public here."""
 
     cycle: Any
     """uvicorn's own, one that has all that uvicorn uses of it, or None."""
@@ -32,15 +52,29 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(
         self,
         lookout: Lookout,
+        limits: DataPlaneSettings,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.headers = []
+        self.in_head = False
         self.in_body = False
         """The body of the newest request isn't complete."""
+        self.has_body_moved = False
+        self.head_bytes = 0
+        """Of an unfinished head, in earlier pieces."""
+        self.fed_bytes = 0
+        """Of the piece that is read now."""
+        self.max_head_bytes = limits.max_head_bytes
+        self._limits = limits
         self._lookout = lookout
+        self._head_since_s: float | None = None
+        self._beside_bytes = 0
+        self._is_stopping = False
+        self._refusal: BalancerError | None = None
         self._running: RequestResponseCycle | None = None
         """Of those that an application answers; uvicorn tells only the newest that its client has left."""
         self._held = bytearray()
@@ -71,15 +105,44 @@ class BoundedHttp(HttpToolsProtocol):
         if self._is_answering():
             self._hold(data)
         else:
-            super().data_received(data)
+            self._feed(data)
+
+    def shutdown(self) -> None:
+        self._is_stopping = True
+        super().shutdown()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.begin_head()
+
+    def begin_head(self) -> None:
+        """A request begins."""
+        self.in_head = True
+        self.head_bytes = 0
+        self._head_since_s = None
 
     def on_headers_complete(self) -> None:
+        self.in_head = False
         self.in_body = True
+        if self.fed_bytes + self.head_bytes > self.max_head_bytes:
+            self.check_head()
         super().on_headers_complete()
+        if self.expect_100_continue and self.cycle is not None:
+            self.cycle.keep_alive = False  # whoever answers without the body can't go on behind it
+
+    def on_body(self, body: bytes) -> None:
+        self.has_body_moved = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self.in_body = False
         super().on_message_complete()
+
+    def check_head(self) -> None:
+        """Break off the parsing of a head that is too large."""
+        self._refusal = self._too_large()
+        if self._refusal is not None:
+            raise self._refusal
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -92,7 +155,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._start_asgi_task(cycle, app)
         if self._held and not self._is_answering():
             held, self._held = bytes(self._held), bytearray()
-            self.data_received(held)
+            self._feed(held)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
@@ -103,11 +166,109 @@ class BoundedHttp(HttpToolsProtocol):
         if self._has_moved:
             self._has_moved = False
             self._moved_s = now_s
-        quiet_s = now_s - self._moved_s
-        if self.transport.is_closing():
-            return
-        if self._is_idle() and quiet_s > self.timeout_keep_alive:
+        if not self.transport.is_closing() and not self._is_answering():
+            self._look_after(now_s, quiet_s=now_s - self._moved_s)
+
+    def on_late_body(self) -> None:
+        """Nothing more has come of a body for too long."""
+        self._refuse(RequestLateError("the rest of the body didn't come in time"))
+
+    def _look_after(self, now_s: float, *, quiet_s: float) -> None:
+        limits = self._limits
+        if self.in_body:
+            limit_s = limits.body_idle_timeout_s
+            if self._is_stopping:
+                limit_s = min(limit_s, STOPPING_BODY_S)
+            if quiet_s > limit_s and not self.flow.read_paused:
+                self._end_body()
+        elif self.in_head:
+            if self._head_since_s is None:
+                self._head_since_s = now_s
+            elif now_s - self._head_since_s > limits.head_timeout_s:
+                self._refuse(RequestLateError("the rest of the head didn't come in time"))
+        elif quiet_s > (limits.head_timeout_s if self.cycle is None else self.timeout_keep_alive):
             self.transport.close()
+
+    def _end_body(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()  # its request has been answered without it
+        else:
+            self.on_late_body()
+
+    def _feed(self, data: bytes) -> None:
+        self.fed_bytes = len(data)
+        headers = self.headers
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or BadRequestError("this is no HTTP request"))
+            return
+        if self.in_head or self.in_body:
+            self._check_unfinished(headers)
+
+    def _check_unfinished(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """`headers`: of the request that was read before this piece came."""
+        is_same = headers is self.headers
+        if self.in_head:
+            if is_same:
+                self.head_bytes += self.fed_bytes
+            if self.head_bytes > self.max_head_bytes:
+                self._refuse(self._too_large() or HeadTooLargeError(self._limit_message()))
+            return
+        self._beside_bytes = self._beside_bytes + self.fed_bytes if self._is_beside(is_same) else 0
+        self.has_body_moved = False
+        if self._beside_bytes > self.max_head_bytes:
+            self._refuse(HeadTooLargeError(self._limit_message()))
+
+    def _is_beside(self, is_same: bool) -> bool:
+        return is_same and not self.has_body_moved
+
+    def _too_large(self) -> BalancerError | None:
+        if len(self.url) > self.max_head_bytes:
+            return TargetTooLongError(self._limit_message())
+        size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        return (
+            HeadTooLargeError(self._limit_message()) if size_bytes > self.max_head_bytes else None
+        )
+
+    def _limit_message(self) -> str:
+        return (
+            f"the request's head is over {self.max_head_bytes} bytes (`dataplane.max_head_bytes`)"
+        )
+
+    def _refuse(self, error: BalancerError) -> None:
+        """Answer, and end the connection."""
+        _logger.debug("connection_refused", status=error.status, reason=error.message)
+        cycle = self.cycle
+        is_begun = cycle is not None and not cycle.response_complete and cycle.response_started
+        if not is_begun:
+            self.transport.write(_raw(error))
+        self.transport.close()
+
+    def _upgrade(self, rest: bytes) -> None:
+        if self._should_upgrade():
+            self.handle_websocket_upgrade()
+        elif self.declines_upgrade():
+            # The parser takes the rest for another protocol: it is given the head without that.
+            self._feed(self._plain_head() + rest)
+
+    def _plain_head(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [each for each in value.split(b",") if each.strip().lower() != b"upgrade"]
+                lines.append(b"connection: " + b",".join(kept))
+            elif name != b"upgrade":
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def declines_upgrade(self) -> bool:
+        """Whether a head that asks for an upgrade is to be read again, as one that doesn't."""
+        return not self._should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _hold(self, data: bytes) -> None:
         if self._drops:
@@ -125,5 +286,9 @@ class BoundedHttp(HttpToolsProtocol):
             return False
         return not self.in_body or bool(self.pipeline)
 
-    def _is_idle(self) -> bool:
-        return not self.in_body and (self.cycle is not None and self.cycle.response_complete)
+
+def _raw(error: BalancerError) -> bytes:
+    told = render_error(error)
+    lines = [b"HTTP/1.1 %d %b" % (told.status, http.HTTPStatus(told.status).phrase.encode())]
+    lines += [name + b": " + value for name, value in told.headers if name != b"connection"]
+    return b"\r\n".join([*lines, b"connection: close", b"", told.body])

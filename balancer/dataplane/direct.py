@@ -21,8 +21,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.direct_exchange import DirectExchange, Plane
-from balancer.dataplane.lookout import Lookout
+from balancer.dataplane.lookout import LOOK_S, Lookout
 from balancer.dataplane.server_protocols import ExactHttp
 
 
@@ -36,13 +37,14 @@ class DirectProtocol(ExactHttp):
         self,
         plane: Plane,
         lookout: Lookout,
+        limits: DataPlaneSettings,
         *,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(lookout, config, server_state, app_state, _loop)
+        super().__init__(lookout, limits, config, server_state, app_state, _loop)
         self.plane = plane
         self.answering: DirectExchange | None = None
         """Behind it others may wait: requests that came before their turn."""
@@ -60,14 +62,20 @@ class DirectProtocol(ExactHttp):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+        self.begin_head()
 
     def on_headers_complete(self) -> None:
+        if self.fed_bytes + self.head_bytes > self.max_head_bytes:
+            self.check_head()
+        if self.parser.should_upgrade():
+            self._on_upgrade()
+            return
         target = self._target()
         if target is None:
             self._hand_to_application()
             return
         before = self.cycle
-        self.in_body = True
+        self.in_head, self.in_body = False, True
         self.cycle = DirectExchange(self, target)
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
@@ -75,22 +83,29 @@ class DirectProtocol(ExactHttp):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
+        self.has_body_moved = True
         if not isinstance(self.cycle, DirectExchange):
             super().on_body(body)
         elif not self.cycle.response_complete:
             self.cycle.on_body(body)
 
     def on_message_complete(self) -> None:
+        if not self.in_body:
+            return  # a head that is read again
         self.in_body = False
         if not isinstance(self.cycle, DirectExchange):
             super().on_message_complete()
         elif not self.cycle.response_complete:
             self.cycle.on_body_complete()
 
+    def on_late_body(self) -> None:
+        if isinstance(self.cycle, DirectExchange):
+            self.cycle.on_late()
+        else:
+            super().on_late_body()
+
     def _target(self) -> tuple[str, bytes] | None:
         """Path and query of a proxied request, None for any other."""
-        if self.parser.should_upgrade():
-            return None
         raw_path, _, query = self.url.partition(b"?")
         if raw_path.startswith(b"/") and b"%" not in raw_path and b"#" not in self.url:
             path = raw_path.decode("ascii")
@@ -107,6 +122,12 @@ class DirectProtocol(ExactHttp):
         cycle.task = self.loop.create_task(cycle.run())
         self.tasks.add(cycle.task)
 
+    def _on_upgrade(self) -> None:
+        if self.declines_upgrade():
+            self.in_head = False
+        else:
+            self._hand_to_application()
+
     def _hand_to_application(self) -> None:
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
@@ -115,6 +136,8 @@ class DirectProtocol(ExactHttp):
         super().on_headers_complete()
 
 
-def direct_protocol(plane: Plane) -> type[asyncio.Protocol]:
+def direct_protocol(plane: Plane, limits: DataPlaneSettings) -> type[asyncio.Protocol]:
     """What uvicorn calls for each connection (`http=`)."""
-    return cast("type[asyncio.Protocol]", partial(DirectProtocol, plane, Lookout()))
+    shortest_s = min(limits.head_timeout_s, limits.body_idle_timeout_s)
+    lookout = Lookout(min(LOOK_S, shortest_s / 4))
+    return cast("type[asyncio.Protocol]", partial(DirectProtocol, plane, lookout, limits))

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 
-from balancer.core.errors import BodyTooLargeError, ClientGoneError
+from balancer.core.errors import BodyTooLargeError, ClientGoneError, RequestLateError
 from balancer.core.http.body import PiecedBody
 from balancer.dataplane.exchange import Exchange, refuse_large
 
@@ -78,6 +78,7 @@ class DirectExchange:
         "_head",
         "_is_cancelled_if_left",
         "_is_chunked",
+        "_is_late",
         "_is_old",
         "_is_read",
         "_left_bytes",
@@ -92,6 +93,7 @@ class DirectExchange:
         "path",
         "query",
         "response_complete",
+        "response_started",
         "task",
     )
 
@@ -103,6 +105,7 @@ class DirectExchange:
         self.headers: tuple[tuple[bytes, bytes], ...] = tuple(owner.headers)
         self.disconnected = False
         self.response_complete = False
+        self.response_started = False
         self._is_old = parser.get_http_version() == "1.0"
         self.keep_alive: bool = not self._is_old and parser.should_keep_alive()
         self._owner = owner
@@ -111,6 +114,7 @@ class DirectExchange:
         self._body_size = 0
         self._limit_bytes = HIGH_WATER_LIMIT
         self._is_read = False
+        self._is_late = False
         self._waiter: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
         """The one that runs `run`."""
@@ -142,6 +146,8 @@ class DirectExchange:
             await self._rest_of_body()
         if self._body_size > limit_bytes:
             raise BodyTooLargeError(f"the body is over {limit_bytes} bytes")
+        if self._is_late:
+            raise RequestLateError("the rest of the body didn't come in time")
         if not self._is_read:
             raise ClientGoneError("the client left while it sent its body")
         pieces, self._body_pieces = self._body_pieces, []
@@ -162,6 +168,9 @@ class DirectExchange:
         self._end()
 
     def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.response_started = True
+        # Whether a body comes that wasn't asked for is up to its client: nothing can follow it.
+        self.keep_alive = self.keep_alive and (self._is_read or not self._expects_continue)
         lines = [_STATUS_LINES[status]]
         length: bytes | None = None
         for name, value in headers:
@@ -259,6 +268,11 @@ class DirectExchange:
         self._is_read = True
         self._wake()
 
+    def on_late(self) -> None:
+        """Nothing more has come of the body for too long."""
+        self._is_late = True
+        self._wake()
+
     def on_gone(self) -> None:
         """The client has closed the connection, or lost it."""
         self.disconnected = True
@@ -271,13 +285,18 @@ class DirectExchange:
         owner = self._owner
         if self._expects_continue and not owner.transport.is_closing():
             owner.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects_continue = False
         owner.flow.resume_reading()
-        while not (self._is_read or self.disconnected or self._body_size > self._limit_bytes):
+        while not (self._is_read or self._is_late or self.disconnected or self._is_too_large):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    @property
+    def _is_too_large(self) -> bool:
+        return self._body_size > self._limit_bytes
 
     def _break(self) -> None:
         transport = self._owner.transport

@@ -26,6 +26,8 @@ ANTHROPIC_TYPES: Final = {
     503: "overloaded_error",
 }
 
+_UNREAD: Final = frozenset({408, 413})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedError:
@@ -47,8 +49,8 @@ def render_error(error: BalancerError, *, path: str = "") -> RenderedError:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, MethodNotAllowedError) and error.allow:
         headers.append((b"allow", error.allow.encode()))
-    if error.status == 413:
-        # The rest of the body is still on its way; nobody will read it.
+    if error.status in _UNREAD:
+        # The rest of the request is still on its way; nobody will read it.
         headers.append((b"connection", b"close"))
     return RenderedError(status=error.status, headers=tuple(headers), body=body)
 

@@ -26,6 +26,12 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     s)."""
     max_body_bytes: PositiveInt = 64 * 1024 * 1024
     """A larger request body is refused with 413."""
+    max_head_bytes: PositiveInt = 64 * 1024
+    """A larger request head, or trailers, are refused with 431, a longer target with 414."""
+    head_timeout_s: PositiveFloat = 30.0
+    """For a connection's first byte, and from a head's first byte to its last: then 408."""
+    body_idle_timeout_s: PositiveFloat = 60.0
+    """Longest silence within a request's body: then 408. Of a server that stops at most 5 s."""
     usage_inject: bool = True
     """Ask engines for the usage of streams, so that delivered cached tokens are known."""
     usage_of_prefill: bool = True

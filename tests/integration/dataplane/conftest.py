@@ -254,6 +254,7 @@ class Balancer:
         self.url = ""
         self.port = 0
         settings: DataPlaneSettings = options.pop("settings", DataPlaneSettings())
+        self.limits = settings
         self.is_direct: bool = options.pop("is_direct", True)
         """Served by our own protocol, as kvlb does it, or over ASGI."""
         self.ledger = LocalLedger(clock=time.monotonic)
@@ -349,7 +350,9 @@ class Balancer:
             uvicorn.Config(
                 self,
                 loop="none",
-                http=direct_protocol(self.dataplane if self.is_direct else _OverAsgi()),
+                http=direct_protocol(
+                    self.dataplane if self.is_direct else _OverAsgi(), self.limits
+                ),
                 ws=PatientWebSocket,
                 ws_max_size=MAX_MESSAGE_BYTES,
                 lifespan="off",

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
+import msgspec
 import pytest
 import uvicorn
 
 from balancer.core.errors import BodyTooLargeError, ClientGoneError
 from balancer.core.http.body import whole
+from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.direct import direct_protocol
 from balancer.dataplane.exchange import Exchange
 
@@ -99,8 +101,14 @@ class _Server(uvicorn.Server):
 
 async def _hello(scope: Any, receive: Any, send: Any) -> None:
     """An application that answers every other path."""
-    message = await receive()
-    body = scope["path"].encode() + b"?" + scope["query_string"] + b" " + message["body"]
+    body = scope["path"].encode() + b"?" + scope["query_string"] + b" "
+    is_read = False
+    while not is_read:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message["body"]
+        is_read = not message.get("more_body", False)
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": 200, "headers": [length]})
     await send({"type": "http.response.body", "body": body})
@@ -121,12 +129,13 @@ def connected() -> Connect:
     @asynccontextmanager
     async def connect(answer: Answer, **options: Any) -> AsyncIterator[tuple[Client, FakePlane]]:
         plane = FakePlane(answer)
+        limits = msgspec.convert(options.pop("limits", {}), DataPlaneSettings)
         server = _Server(
             uvicorn.Config(
                 _hello,
                 port=0,
                 loop="none",
-                http=direct_protocol(plane),
+                http=direct_protocol(plane, limits),
                 lifespan="off",
                 log_config=None,
                 server_header=False,
