@@ -6,7 +6,6 @@ simulated engines can share one process.
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Callable, Iterator
 
@@ -16,17 +15,11 @@ import uvicorn
 from balancer.asgi import App
 from balancer.dataplane.direct import direct_protocol
 from balancer.dataplane.server_protocols import MAX_MESSAGE_BYTES, PatientWebSocket
+from balancer.server_log import through_structlog
 
 BACKLOG = 4096
 CLIENT_KEEP_ALIVE_S = 75
 """Above the idle limits of common clients, so that they close idle connections, not we."""
-
-TOLD_ELSEWHERE = (
-    "ASGI callable returned without completing",
-    "Cancel %s running task",
-    '%s - "WebSocket %s"',
-)
-"""The request's own log line says more than uvicorn's text, and no client's address or query."""
 
 logger = structlog.stdlib.get_logger(__name__)
 
@@ -101,7 +94,7 @@ async def serve_on(
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
     )
-    with _without_told():
+    with through_structlog():
         async with asyncio.TaskGroup() as group:
             watchers = [
                 group.create_task(_watch(server, app, stop, listener, on_listening)),
@@ -120,20 +113,6 @@ async def serve_on(
     logger.info("draining_ended", cut=app.cut)
     if app.broken.is_set():
         raise BalancerBrokenError("the balancer can't go on; its last log lines say why")
-
-
-@contextlib.contextmanager
-def _without_told() -> Iterator[None]:
-    uvicorn_log = logging.getLogger("uvicorn.error")
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(TOLD_ELSEWHERE)
-
-    uvicorn_log.addFilter(is_news)
-    try:
-        yield
-    finally:
-        uvicorn_log.removeFilter(is_news)
 
 
 async def _watch(

@@ -338,12 +338,12 @@ class Connection(asyncio.Protocol):
         if self._parser is None or self._answer is None:
             return
         status = self._parser.get_status_code()
+        if not 100 <= status <= 599:
+            raise ValueError("status out of range")
         if status < 200:
             self._is_informational = True
             self._headers = []
             return
-        if status > 599:
-            raise ValueError("status out of range")
         headers = tuple(self._headers)
         self._keeps_alive = self._parser.should_keep_alive()
         for name, value in headers:

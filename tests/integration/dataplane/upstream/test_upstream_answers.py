@@ -54,6 +54,7 @@ async def test_cut_body_is_an_error_after_its_bytes(
         pytest.param(b"SSH-2.0-OpenSSH\r\n", id="not-http"),
         pytest.param(b"HTTP/1.1 200 OK\r\ncontent-le", id="cut-headers"),
         pytest.param(b"HTTP/1.1 700 Odd\r\ncontent-length: 0\r\n\r\n", id="odd-status"),
+        pytest.param(b"HTTP/1.1 099 Odd\r\ncontent-length: 0\r\n\r\n", id="status-below-100"),
         pytest.param(
             b"HTTP/1.1 101 Switching\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
             id="upgrade",
