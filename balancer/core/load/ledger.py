@@ -88,6 +88,8 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """That what the rank would evict next is ever asked for again."""
     free_tokens: float = 0.0
     """KV memory in which nothing lies that could be asked for again; 0 if its size isn't known."""
+    seats: int = 0
+    """Requests that it runs at once, as far as waits have shown; 0: none has."""
     rates: RankRates = RankRates()
 
 

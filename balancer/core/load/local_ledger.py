@@ -230,6 +230,7 @@ class LocalLedger:
                 leg.prediction = book.predictions.add(work.chains)
             self._learn_transfer(leg, now_s)
         elif work.streamed:
+            book.look_for_seats(leg, now_s, self._learned.rates(work.rank).step_s)
             self._learned.on_first_token(
                 work.rank, sent_s=leg.booked_s, now_s=now_s, tokens=work.uncached_tokens
             )
@@ -248,6 +249,7 @@ class LocalLedger:
         else:
             self._complete(leg)
         leg.ended = True
+        leg.book.freed_s = self._clock()
         leg.book.requests -= 1
         for end in leg.used:
             leg.book.active.drop(end)
@@ -331,8 +333,9 @@ class LocalLedger:
         book, work = leg.book, leg.work
         rates = self._learned.prefill_rates(work.rank)
         work_s = leg.work_s = work.work_s + rates.fixed_s
+        wait_s = book.queued_tokens * rates.prefill_s_per_token
+        leg.expected_s = wait_s + work_s
         if not work.streamed:
-            wait_s = book.queued_tokens * rates.prefill_s_per_token
             heappush(book.due, (now_s + wait_s + work_s, leg.number))
         book.queue[leg.number] = leg
         book.queued_tokens += work.uncached_tokens

@@ -25,6 +25,10 @@ from indexer.core.types import RankId
 
 RATE_TAU_S = 20.0
 RECENT_TAU_S = 600.0
+FAR_TOO_LONG, LEAST_SEAT_WAIT_S = 4.0, 0.25
+"""Times what the prompts before it take, and seconds: who waits so long may wait for a seat."""
+ENOUGH_SEAT_WAITS = 3
+"""In a row: a stall looks like one."""
 FAR_OFF = 0.25
 """Work that took so much of what was booked, or less, counts as what it took."""
 MIN_AGE_S = 1.0
@@ -42,6 +46,8 @@ class BookedLeg(msgspec.Struct, eq=False):
     """Where its prompts end among the blocks in use."""
     work_s: float = 0.0
     """Prefill seconds it counts for; 0 for a `decode` leg."""
+    expected_s: float = 0.0
+    """To its first token, by the prompts before it and its own."""
     promises: Sequence[Promise] = ()
     """What it will leave in the shadow cache."""
     first_s: float | None = None
@@ -64,6 +70,7 @@ class RankBook:
         "decoding",
         "due",
         "first_s_sum",
+        "freed_s",
         "guesses",
         "predictions",
         "queue",
@@ -71,6 +78,9 @@ class RankBook:
         "recent",
         "requests",
         "reuse_chance",
+        "running",
+        "seat_waits",
+        "seats",
         "shadow",
         "since_s",
         "turned_s",
@@ -104,6 +114,11 @@ class RankBook:
         self.shadow = ShadowCache()
         self.reuse_chance = 0.0
         """That what leaves the cache next is ever asked for again, as of the last booking."""
+        self.running = 0
+        self.seat_waits = 0
+        self.freed_s = float("-inf")
+        self.seats = 0
+        """Most legs that ran when one that had waited far too long for its prompt began."""
 
     def count_arrival(self, now_s: float, work_s: float) -> None:
         """One more leg, with so much prefill work."""
@@ -122,6 +137,22 @@ class RankBook:
             took_s = now_s - leg.booked_s
             if took_s < FAR_OFF * leg.work.work_s:
                 self.take_back(leg.work.work_s - took_s, leg.booked_s)
+
+    def look_for_seats(self, leg: BookedLeg, now_s: float, step_s: float) -> None:
+        """Its first token is here, and it counts as decoding.
+
+        Who waits far longer than the prompts before it take, and begins when another one has just
+        ended, has waited for a seat: then as many run as there are seats. More that run show more.
+        """
+        waited_s = now_s - leg.booked_s
+        own_s = leg.work_s + 2 * step_s
+        took_a_seat = now_s - self.freed_s <= own_s
+        if took_a_seat and waited_s > max(LEAST_SEAT_WAIT_S, FAR_TOO_LONG * leg.expected_s):
+            self.seat_waits += 1
+            self.running = max(self.running, self.decoding)
+        elif self.decoding > self.running:  # it began without such a wait: there are more
+            self.seat_waits, self.running = 0, self.decoding
+        self.seats = self.running if self.seat_waits >= ENOUGH_SEAT_WAITS else 0
 
     def take_back(self, work_s: float, booked_s: float) -> None:
         """So much of what a leg was booked with, then, was no work."""
@@ -178,5 +209,6 @@ class RankBook:
             output_tokens=decoded_s / (rates.step_s + rates.step_s_per_request * self.requests),
             reuse_chance=self.reuse_chance,
             free_tokens=self.shadow.free_tokens,
+            seats=self.seats,
             rates=rates,
         )

@@ -27,6 +27,7 @@ from balancer.core.routing.terms import (
     in_flight_s,
     memory_s,
     recent_s,
+    seats_s,
 )
 from balancer.core.routing.ways import Offer, best_offer, local_terms, remote_terms
 from indexer.core.types import RankId
@@ -91,6 +92,8 @@ def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float
         terms, prefill, other = _way(shape, loaded, answer_tokens, fullness.share)
         terms["memory"] = memory_s(load, memory, fullness)
     terms["in_flight"] = in_flight_s(load, output_tokens=answer_tokens)
+    if load.seats:
+        terms["seats"] = seats_s(load)
     terms["recent"] = recent_s(load, prompt_tokens=shape.prompt_tokens, mean_recent_s=mean_recent_s)
     return Choice(
         candidate=loaded.candidate,

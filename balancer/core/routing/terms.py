@@ -117,6 +117,14 @@ def in_flight_s(load: RankLoad, *, output_tokens: float) -> float:
     return DECODE_WEIGHT * steps * step_s
 
 
+def seats_s(load: RankLoad) -> float:
+    """The wait for a seat: each ends as its answer does."""
+    waiting = load.requests + 1 - load.seats
+    if not load.seats or waiting <= 0:
+        return 0.0
+    return waiting * load.rates.decode_s / load.seats
+
+
 def recent_s(load: RankLoad, *, prompt_tokens: int, mean_recent_s: float) -> float:
     """A share of the whole prompt's work, from -RECENT_WEIGHT to RECENT_WEIGHT.
 
