@@ -129,9 +129,7 @@ async def drip(client: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/v1/x", b"/other"])
-async def test_half_a_body_is_not_waited_for(
-    connected: Connect, echo: Answer, post: Post, path: bytes
-) -> None:
+async def test_half_a_body_is_not_waited_for(connected: Connect, post: Post, path: bytes) -> None:
     """Over ASGI neither. What answers learns why."""
     late: list[Exception] = []
 
@@ -225,3 +223,25 @@ async def test_what_is_no_http_behind_a_request_is_told_in_its_place(
         client.send(b"NONSENSE\r\n\r\n")
 
         assert is_refusal(await client.read_rest(), 400)
+
+
+async def test_half_a_body_does_not_hold_up_a_server_that_stops(
+    connected: Connect, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given a moment to come, not all the time of the drain."""
+    monkeypatch.setattr("balancer.dataplane.bounded_http.STOPPING_BODY_S", 0.1)
+    late: list[Exception] = []
+
+    async def answer(exchange: Exchange) -> None:
+        try:
+            await exchange.read_body(LIMIT_BYTES)
+        except RequestLateError as error:
+            late.append(error)
+
+    async with connected(answer) as (client, plane):
+        client.send(post(b"abc")[:-1])
+        await plane.begun()
+        plane.seen[0]._owner.shutdown()
+
+        await client.read_rest()
+        assert len(late) == 1
