@@ -1,4 +1,4 @@
-"""Hypothesis profiles of the whole suite, and a real Redis for whoever asks for one."""
+"""Hypothesis profiles of the whole suite, and a real Redis for whoever asks for one; logs are set up anew for each test."""
 
 import importlib.util
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from indexer.redis_index.settings import RedisSettings
@@ -34,6 +35,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+@pytest.fixture(autouse=True)
+def default_logs() -> Iterator[None]:
+    """Commands set up logs for their process; other tests keep theirs."""
+    kept = structlog.get_config()
+    yield
+    structlog.configure(**kept)
 
 
 class RedisServer:

@@ -40,14 +40,6 @@ SIMULATION = SimulationOptions(
 )
 
 
-@pytest.fixture(autouse=True)
-def default_logs() -> object:
-    """Commands set up logs for their process; other tests keep theirs."""
-    kept = structlog.get_config()
-    yield
-    structlog.configure(**kept)
-
-
 def test_help_lists_every_command() -> None:
     """And what to type first."""
     shown = CliRunner().invoke(app, ["--help"]).output

@@ -6,7 +6,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,14 +15,6 @@ import structlog
 from balancer.core.record import RequestRecord
 from kvlb import logs
 from kvlb.logs import LineLog, Moments, configure_logs, request_log
-
-
-@pytest.fixture(autouse=True)
-def default_logs() -> Iterator[None]:
-    """Other tests keep theirs."""
-    kept = structlog.get_config()
-    yield
-    structlog.configure(**kept)
 
 
 @pytest.fixture

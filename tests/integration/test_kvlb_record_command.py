@@ -1,11 +1,10 @@
 """`kvlb record` and `kvlb audit` as commands."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import structlog
 from typer.testing import CliRunner, Result
 
 from kvlb.cli import app
@@ -14,20 +13,11 @@ from simulator.core.settings import EngineSettings
 ENGINE = EngineSettings(inter_token_ms=1.0, prefill_tokens_per_s=200_000)
 
 
-@pytest.fixture
-def default_logs() -> Iterator[None]:
-    """Commands set up logs for their process; other tests keep theirs."""
-    kept = structlog.get_config()
-    yield
-    structlog.configure(**kept)
-
-
 def run_kvlb(*arguments: str) -> Result:
     """The command in this thread."""
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
 
 
-@pytest.mark.usefixtures("default_logs")
 def test_commands_record_and_audit(
     engines_beside: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -48,7 +38,6 @@ def test_commands_record_and_audit(
     assert json.loads(live.stdout)["unexplained"] == 0
 
 
-@pytest.mark.usefixtures("default_logs")
 def test_recording_stops_somewhere_if_nobody_says_when(
     engines_beside: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -61,7 +50,6 @@ def test_recording_stops_somewhere_if_nobody_says_when(
     assert "65 requests" in said.stdout
 
 
-@pytest.mark.usefixtures("default_logs")
 def test_port_that_can_not_be_listened_on_is_said(
     engines_beside: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -74,7 +62,6 @@ def test_port_that_can_not_be_listened_on_is_said(
     assert "--listen" in str(run_kvlb(*recording, taken).exception)
 
 
-@pytest.mark.usefixtures("default_logs")
 @pytest.mark.parametrize("arguments", [[], ["run", "--live"]])
 def test_audit_is_of_a_recording_or_live(arguments: list[str]) -> None:
     """One of them."""
@@ -84,7 +71,6 @@ def test_audit_is_of_a_recording_or_live(arguments: list[str]) -> None:
     assert "--live" in refused.output
 
 
-@pytest.mark.usefixtures("default_logs")
 def test_audit_watches_the_balancer_that_is_named() -> None:
     """Nobody is there: the error says where."""
     refused = run_kvlb("audit", "--live", "--url", "http://127.0.0.1:9/")

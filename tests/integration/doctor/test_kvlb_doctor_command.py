@@ -1,12 +1,10 @@
 """`kvlb doctor` as a command: what it prints, and how it exits."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import pytest
-import structlog
 import yaml
 from typer.testing import CliRunner, Result
 
@@ -19,20 +17,11 @@ IDLE_S = 0.1
 """Our pool's keep-alive in these tests: as long as a healthy engine is waited for."""
 
 
-@pytest.fixture
-def default_logs() -> Iterator[None]:
-    """Commands set up logs for their process; other tests keep theirs."""
-    kept = structlog.get_config()
-    yield
-    structlog.configure(**kept)
-
-
 def run_kvlb(*arguments: str) -> Result:
     """The command in this thread."""
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
 
 
-@pytest.mark.usefixtures("default_logs")
 def test_command_prints_findings_and_exits_1(
     engines_beside: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -55,7 +44,6 @@ def test_command_prints_findings_and_exits_1(
     assert "--kv-events-config" in table.stdout
 
 
-@pytest.mark.usefixtures("default_logs")
 def test_command_exits_0_if_all_is_well(engines_beside: Callable[..., list[str]]) -> None:
     """And says what it looked at; a warning alone is no failure."""
     well = run_kvlb("doctor", "--instance", *engines_beside("1"))
@@ -67,7 +55,6 @@ def test_command_exits_0_if_all_is_well(engines_beside: Callable[..., list[str]]
     assert (warned.exit_code, "no_replay" in warned.stdout) == (0, True)
 
 
-@pytest.mark.usefixtures("default_logs")
 def test_command_without_engines_says_what_to_name() -> None:
     """Something to change before anything can be looked at."""
     assert "--instance" in str(run_kvlb("doctor").exception)

@@ -2,12 +2,11 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 ROWS = [
     {
@@ -45,11 +44,3 @@ def write_rows() -> Callable[..., Path]:
 def trace(tmp_path: Path) -> Path:
     """Two sessions of three turns, packed."""
     return _write_rows(tmp_path / "trace.jsonl.gz", *ROWS)
-
-
-@pytest.fixture(autouse=True)
-def default_logs() -> Iterator[None]:
-    """Commands set up logs for their process; other tests keep theirs."""
-    kept = structlog.get_config()
-    yield
-    structlog.configure(**kept)
