@@ -5,12 +5,16 @@ rules. Nothing is indexed.
 """
 
 import asyncio
+import io
 import json
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TextIO
 
 import httpx
 
@@ -32,6 +36,8 @@ UNKNOWN_MODEL = "-"
 PATIENCE_S = 1.0
 """A publisher that is there answers sooner; until then nothing is said."""
 HINT_S = 5.0
+LOOK_S = 0.5
+"""Between two looks whether anybody still reads what is written."""
 WAITING_HINT = (
     "still nobody there: is the engine up, was it started with --kv-events-config, "
     "and can this machine reach that port?"
@@ -180,10 +186,20 @@ async def _watch(options: EventsOptions) -> None:
                 group.create_task(follow_streams(sources, options.start, batches, write)),
                 group.create_task(stopped.wait()),
                 group.create_task(batches.reached.wait()),
+                group.create_task(nobody_reads(sys.stdout)),
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
+
+
+async def nobody_reads(output: TextIO) -> None:
+    """Wait until who reads `output` has left. A quiet stream writes nothing that would show it."""
+    poll = select.poll()
+    with suppress(io.UnsupportedOperation):  # a test's, which is no file
+        poll.register(output.fileno(), 0)
+    while not poll.poll(0):  # noqa: ASYNC110 - loops don't watch a pipe for that end
+        await asyncio.sleep(LOOK_S)
 
 
 async def follow_streams(

@@ -1,6 +1,7 @@
 """`kvlb events` against simulated engines over real sockets: what comes, what went missing."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from kvlb.events_view import (
     ShownBatches,
     find_streams,
     follow_streams,
+    nobody_reads,
     watch,
 )
 from kvlb.simulated import parse_fleet, simulated_fleet
@@ -266,3 +268,15 @@ async def test_long_wait_says_once_what_to_check() -> None:
     waiting = ["waiting", "waiting"]
     assert [line["what"] for line in screen.lines] == [*waiting, "following", *waiting]
     assert "--kv-events-config" in render_line(screen.lines[1])
+
+
+async def test_who_reads_no_more_is_noticed_without_a_line() -> None:
+    """`| head -1` may have all it wanted before a stream falls quiet."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as output:
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(nobody_reads(output))
+            done, _ = await asyncio.wait((waiting,), timeout=0.05)
+            os.close(reading)
+
+    assert not done
