@@ -130,7 +130,7 @@ class RecentBatches:
                 _note(stored, event)
             elif isinstance(event, AllBlocksCleared):
                 self.cleared_s = now_s
-            elif isinstance(event, BlockRemoved):
+            else:
                 removed.append(event)
         self.remove(now_s, removed)
         if len(stored) > 2 * self._max_hashes or len(self._starts) > 2 * self._max_batches:

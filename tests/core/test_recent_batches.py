@@ -144,3 +144,13 @@ def test_losses_are_bounded_by_moments_too() -> None:
 
     assert [recent.has_lost_since(0.0, BlockKey(each)) for each in (1, 2, 3)] == [False, True, True]
     assert (recent.remembers_losses(0.5), recent.remembers_losses(1.0)) == (False, True)
+
+
+def test_nothing_that_left_is_no_moment() -> None:
+    """Else empty ones would push out those that say something."""
+    recent = RecentBatches(0.0, max_batches=1)
+    recent.lose(1.0, [BlockKey(1)])
+    for moment_s in (2.0, 3.0):
+        recent.lose(moment_s, [])
+
+    assert recent.has_lost_since(0.5, BlockKey(1))
