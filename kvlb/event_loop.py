@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import uvloop
@@ -38,11 +38,10 @@ def run_command(command: Coroutine[Any, Any, T]) -> T:
 def _allow_more_files() -> None:
     """As many as the process may ask for: a stream takes two, and systemd lets 1,024 be open at first."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
-    if allowed != resource.RLIM_INFINITY and allowed < most:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        )
+    wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        with suppress(ValueError, OSError):  # a kernel that allows fewer: it stays as it is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def spare_startup_objects() -> None:

@@ -25,7 +25,7 @@ from balancer.core.fleet.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
 from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
 from balancer.core.http.own_mark import balancer_reason
 from balancer.core.prompt.rendered import Rendered, RenderQuestion, read_rendered
-from balancer.fleet.engine_sockets import NO_FILES_LEFT, tls_context
+from balancer.fleet.engine_sockets import NO_FILES_LEFT, causes, tls_context
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
 
@@ -273,16 +273,15 @@ class EngineClient:
         return answer
 
 
-def _why_unconnected(error: BaseException | None) -> str:
+def _why_unconnected(error: Exception) -> str:
     """What httpx says of it is somebody else's text; what it was is behind it."""
-    while error is not None:
-        if isinstance(error, socket.gaierror):
+    for each in causes(error):
+        if isinstance(each, socket.gaierror):
             return NAME_UNKNOWN
-        if isinstance(error, ssl.SSLCertVerificationError):
+        if isinstance(each, ssl.SSLCertVerificationError):
             return ENGINE_UNTRUSTED
-        if isinstance(error, OSError) and error.errno in NO_FILES_LEFT:
+        if isinstance(each, OSError) and each.errno in NO_FILES_LEFT:
             return NO_FILES
-        error = error.__cause__ or error.__context__
     return "engine_unreachable"
 
 

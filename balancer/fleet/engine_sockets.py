@@ -7,6 +7,7 @@ a proxy variable meant for the internet must not catch calls to engines.
 
 import errno
 import ssl
+from collections.abc import Iterator
 from typing import Final
 
 NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
@@ -20,10 +21,13 @@ def tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def is_untrusted(error: BaseException | None) -> bool:
-    """Whether the certificate was refused; clients wrap what a connection failed with."""
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and what is behind it: HTTP clients wrap what a connection failed with."""
     while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
+
+
+def is_untrusted(error: BaseException) -> bool:
+    """Whether the engine's certificate was refused."""
+    return any(isinstance(each, ssl.SSLCertVerificationError) for each in causes(error))

@@ -44,7 +44,7 @@ async def gate(request):
     if what == "stubborn":
         await stubborn()
     if what == "blocking":
-        time.sleep(0.4)
+        time.sleep(0.4)  # holds up the event loop for longer than `timeout_s`: nobody can cancel it
     if what == "surrogate":
         return Refuse(status=403, message="prompt text \\ud800")
     if what == "code":
