@@ -2,11 +2,13 @@
 
 Run `python -m benchmarks.index_redis`; `--quick` for a look, `--blocks 10000000` for nothing but
 the long commands, at full size. It starts a `redis-server` of its own on a unix socket. "Plainer" is a
-set of holders per block, walked block by block by one script.
+set of holders per block, walked block by block by one script. Redis and the
+process that applies events get different cores; with `--share-cores` all take turns on all of them.
 """
 
 import argparse
 import asyncio
+import os
 import platform
 import socket
 import subprocess
@@ -75,6 +77,8 @@ class Scale:
     conversations: int
     blocks: int
     """For long commands."""
+    own_cores: bool = True
+    """Redis and the process that applies events don't wait for each other's."""
 
 
 QUICK = Scale(ranks=(1, 64), tokens=(1_000, 32_000), lookups=100, conversations=60, blocks=50_000)
@@ -88,14 +92,16 @@ FULL = Scale(
 
 
 @contextmanager
-def redis_server() -> Iterator[str]:
-    """Address of a server that lives while the block runs."""
+def redis_server(*, has_own_core: bool) -> Iterator[str]:
+    """Address of a server that lives while the block runs, with a core that no writer uses."""
     with tempfile.TemporaryDirectory(prefix="kvlb-redis-") as folder:
         address = Path(folder) / "redis.sock"
         command = ["redis-server", "--port", "0", "--unixsocket", str(address), "--save", ""]
         lazy = ["--lazyfree-lazy-expire", "yes"]
         server = subprocess.Popen([*command, *lazy, "--dir", folder], stdout=subprocess.DEVNULL)
         try:
+            if has_own_core:
+                os.sched_setaffinity(server.pid, _cores()[:1])
             while not _listens(address):
                 if server.poll() is not None:
                     raise SystemExit("redis-server ended before it listened")
@@ -106,17 +112,24 @@ def redis_server() -> Iterator[str]:
             server.wait()
 
 
+def _cores() -> Sequence[int]:
+    """Those that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
 def _listens(address: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as trial:
         return trial.connect_ex(str(address)) == 0
 
 
 @contextmanager
-def applying(url: str, ranks: int, tokens: int) -> Iterator[IO[str]]:
+def applying(url: str, ranks: int, tokens: int, *, has_own_core: bool) -> Iterator[IO[str]]:
     """A process that has filled the ranks; write a line to it and it applies events to them."""
     command = [sys.executable, "-m", "benchmarks.redis_workload", url]
     asked = [*command, str(ranks), str(tokens), str(RATE)]
     process = subprocess.Popen(asked, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if has_own_core:  # not Redis's
+        os.sched_setaffinity(process.pid, _cores()[1:] or _cores())
     assert process.stdin is not None  # noqa: S101 - for the types
     assert process.stdout is not None  # noqa: S101
     try:
@@ -218,7 +231,7 @@ async def measure_lookups(url: str, scale: Scale) -> Iterator[str]:
             connection = opened(url)
             await connection.ask("FLUSHALL")
             reader, token_ids = RedisIndexReader(connection), prompt_tokens(tokens)
-            with applying(url, count, tokens) as commands:
+            with applying(url, count, tokens, has_own_core=scale.own_cores) as commands:
                 plainer_ms = await _plainer_ms(connection, count, tokens)
                 server_ms = await _server_ms(connection, reader, token_ids, scale.lookups // 2)
                 idle = await _lookups(reader, token_ids, scale.lookups)
@@ -303,7 +316,7 @@ ALL: Sequence[Section] = (EVENTS, LOOKUPS, LONG_COMMANDS)
 
 async def measure(scale: Scale, sections: Sequence[Section]) -> None:
     """Print what they find."""
-    with redis_server() as url:
+    with redis_server(has_own_core=scale.own_cores) as url:
         connection = opened(url)
         version = (await information(connection, "server"))["redis_version"]
         await connection.aclose()
@@ -323,6 +336,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a look, not a measurement")
     parser.add_argument("--blocks", type=int, help="nothing but the last section, with so many")
     parser.add_argument("--only", choices=("events", "lookups"), help="one section")
+    parser.add_argument("--share-cores", action="store_true", help="Redis and the writer")
     options = parser.parse_args()
     scale, sections = QUICK if options.quick else FULL, ALL
     if options.blocks:
@@ -330,7 +344,8 @@ def main() -> None:
     if options.only:
         sections = [EVENTS if options.only == "events" else LOOKUPS]
     spare_startup_objects()
-    uvloop.run(measure(scale, sections))  # as every command of kvlb
+    # As every command of kvlb.
+    uvloop.run(measure(replace(scale, own_cores=not options.share_cores), sections))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the index is measured with: encoded frames, and a fleet that holds parts of prompts."""
 
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -149,9 +150,9 @@ def conversation_removals() -> Iterator[bytes]:
         yield msgspec.msgpack.encode([1.5, _removal(chain[::-1]), 0])
 
 
-def prompt_tokens(tokens: int, seed: int) -> list[int]:
-    """A prompt of its own for each seed."""
-    return draw_from(seed).choices(range(VOCABULARY), k=tokens)
+def prompt_tokens(tokens: int, seed: int) -> "array[int]":
+    """A prompt of its own for each seed, as the balancer has it once it has read or rendered one."""
+    return array("I", draw_from(seed).choices(range(VOCABULARY), k=tokens))
 
 
 def prompt_of(token_ids: Sequence[int]) -> Prompt:

@@ -8,6 +8,7 @@ import asyncio
 import random
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import cycle
@@ -50,9 +51,9 @@ def opened(url: str) -> RedisConnection:
     return RedisConnection(RedisSettings(url=url, **times))
 
 
-def prompt_tokens(tokens: int) -> Sequence[int]:
-    """What ranks hold and lookups ask for."""
-    return draw(1).choices(range(VOCABULARY), k=tokens)
+def prompt_tokens(tokens: int) -> "array[int]":
+    """What ranks hold and lookups ask for, as the balancer has it."""
+    return array("I", draw(1).choices(range(VOCABULARY), k=tokens))
 
 
 def prompt_of(token_ids: Sequence[int]) -> Prompt:
