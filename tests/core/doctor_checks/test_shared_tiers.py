@@ -1,0 +1,99 @@
+"""Engines that share blocks must hash them alike: what tells that they share, and what to change."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from balancer.core.settings.transfer import ChildSettings, OffloadingSettings
+from kvlb.doctor.core import fleet_checks
+from kvlb.doctor.core.examination import examine
+from kvlb.doctor.core.exposition import EngineMetrics
+from kvlb.doctor.core.facts import FleetFacts, InstanceFacts
+
+MakeEngine = Callable[..., InstanceFacts]
+MakeFleet = Callable[..., FleetFacts]
+PEERS = OffloadingSettings(p2p_host="10.0.0.1")
+
+
+def hashed(value: int, **metrics: Any) -> dict[str, Any]:
+    """Facts of an engine that gave its first block this hash."""
+    known = {"block_size": 16, "has_prefix_caching": True, "hash_algorithm": "xxhash"}
+    return {"stream": {"first_hash": value}, "metrics": EngineMetrics(**{**known, **metrics})}
+
+
+def test_unseeded_hashes_matter_where_blocks_are_shared(
+    engine: MakeEngine, second: MakeEngine, fleet: MakeFleet
+) -> None:
+    """Another hash for the same block: nothing to us, everything to a shared tier."""
+    one, other = engine(**hashed(1)), second(**hashed(2))
+    shared = engine(**hashed(1, offload="kv_offloading_size=4.0"))
+    (finding,) = examine(fleet(shared, other))
+
+    assert finding.name == "hash_seed_differs"
+    assert "PYTHONHASHSEED" in finding.change
+    assert "xxhash" in finding.change
+    assert examine(fleet(one, other)) == []
+    assert examine(fleet(shared, second(**hashed(1)))) == []
+
+
+def test_shared_tier_is_seen_by_its_events(
+    engine: MakeEngine, second: MakeEngine, fleet: MakeFleet
+) -> None:
+    """Blocks on the CPU say so."""
+    one = engine(**hashed(1))
+    tiered = second(stream={"first_hash": 2, "tiers": frozenset({"gpu", "cpu"})})
+    (finding,) = fleet_checks.hash_seed_differs(fleet(one, tiered))
+
+    assert "events of tier cpu" in finding.seen
+    assert "same --prefix-caching-hash-algo" in finding.change
+
+
+@pytest.mark.parametrize(
+    ("connector", "transfer", "seen"),
+    [
+        ("offloading", None, "`connector: offloading`"),
+        ("offloading", PEERS, "transfer.p2p_host: 10.0.0.1"),
+        ("multi", ChildSettings(children={"offloading": None}), "child `offloading`"),
+        (
+            "multi",
+            ChildSettings(children={"nixl": None, "offloading": PEERS}),
+            "transfer.children.offloading.p2p_host: 10.0.0.1",
+        ),
+    ],
+    ids=["storage", "peers", "child-storage", "child-peers"],
+)
+def test_shared_tier_is_told_by_the_connector(
+    connector: str,
+    transfer: OffloadingSettings | ChildSettings | None,
+    seen: str,
+    engine: MakeEngine,
+    second: MakeEngine,
+    fleet: MakeFleet,
+) -> None:
+    """Peers read each other's blocks by name, or meet in a storage: no metric need say so."""
+    one = engine(told={"connector": connector, "transfer": transfer}, **hashed(1))
+    (finding,) = fleet_checks.hash_seed_differs(fleet(one, second(**hashed(2))))
+
+    assert seen in finding.seen
+
+
+def test_children_without_a_tier_share_nothing(
+    engine: MakeEngine, second: MakeEngine, fleet: MakeFleet
+) -> None:
+    """They hand over what a request names."""
+    children = {"connector": "multi", "transfer": ChildSettings(children={"nixl": None})}
+    one = engine(told=children, **hashed(1))
+
+    assert list(fleet_checks.hash_seed_differs(fleet(one, second(**hashed(2))))) == []
+
+
+def test_old_sha256_is_told_of_its_seed(
+    engine: MakeEngine, second: MakeEngine, fleet: MakeFleet
+) -> None:
+    """Up to 0.28 it was random, too."""
+    one = engine(**hashed(1, hash_algorithm="sha256", offload="x"))
+    other = second(**hashed(2, hash_algorithm="sha256"))
+    (finding,) = fleet_checks.hash_seed_differs(fleet(one, other))
+
+    assert "sha256 up to vLLM 0.28" in finding.change
