@@ -1,0 +1,137 @@
+"""What engines do and don't tell, or tell late: resets, blocks, everything."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from simulator.core.event_faults import EventFaults
+
+Composed = Callable[..., AbstractAsyncContextManager[Any]]
+MakeTokens = Callable[[int, int], list[int]]
+
+
+async def test_reset_without_an_event_costs_one_wrong_guess(composed: Composed) -> None:
+    """F03(b): the answer is right, the guess is counted as explained, and nothing else is wrong."""
+    async with composed() as kvlb:
+        await kvlb.fill_truly()
+        await kvlb.agree()
+        engine = kvlb.engines[0]
+        answer = await kvlb.http.post(f"{engine.url}/reset_prefix_cache")
+        assert answer.status_code == 200
+
+        first, *others = kvlb.true_prompts
+        answer = await kvlb.ask(first)
+
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        await kvlb.until(lambda: kvlb.is_counted("reset_seen_late"))
+        assert [await kvlb.overlap(each) for each in others] == [0] * len(others)
+        assert await kvlb.overlap(first) == 100
+
+
+async def test_reset_that_is_never_told_is_found_out_by_the_root(
+    composed: Composed, tokens: MakeTokens
+) -> None:
+    """The event is lost for good: the first contradicted block takes its whole tree along."""
+    branches = [[*tokens(800, 20), *tokens(801 + number, 20)] for number in range(5)]
+    async with composed() as kvlb:
+        engine = kvlb.engines[0]
+        for each in branches:
+            await kvlb.ask(each, url=engine.url)
+        await kvlb.fill_truly()
+        assert await kvlb.overlap(branches[-1]) == 40
+        await kvlb.ask(branches[0])
+        engine.set_event_faults(EventFaults(hides_clears=True))
+        await kvlb.http.post(f"{engine.url}/reset_prefix_cache")
+
+        await kvlb.ask(branches[0])
+
+        await kvlb.until(lambda: kvlb.is_counted("ghost"))
+
+        async def are_known() -> object:
+            return [await kvlb.overlap(each) for each in branches] == [40, 20, 20, 20, 20]
+
+        await kvlb.until(are_known)  # Redis has it a little later than it is counted
+
+
+async def test_blocks_that_were_never_told_of_show_as_a_gap(
+    composed: Composed, tokens: MakeTokens
+) -> None:
+    """The rank is told anew, in vain, and is not asked again; legs that agree take it back."""
+    async with composed("1") as kvlb:
+        engine = kvlb.engines[0]
+        await kvlb.fill_truly()
+        engine.set_event_faults(EventFaults(hides_stores=True))
+        untold = [tokens(number, 20) for number in range(200, 206)]
+        for each in untold:
+            await kvlb.ask(each, url=engine.url)
+        engine.set_event_faults(EventFaults())
+
+        for each in untold[:3]:
+            await kvlb.ask(each)
+        await kvlb.until(kvlb.was_rebuilt)
+        await kvlb.until(lambda: kvlb.has_trust("exact"))
+        for each in untold[3:]:
+            await kvlb.ask(each)
+        await kvlb.until(lambda: kvlb.has_trust("degraded"))
+
+        for _ in range(20):
+            await kvlb.agree()
+
+        await kvlb.until(lambda: kvlb.has_trust("exact"))
+        assert await kvlb.metric("kvlb_epochs_total", instance="m0", reason="rebuilt") == 1
+        assert await kvlb.metric("kvlb_mispredictions_total", cause="unseen") == 6
+
+
+async def test_reused_blocks_that_were_never_told_of_are_announced_on_request(
+    composed: Composed, tokens: MakeTokens
+) -> None:
+    """Where a replay doesn't help a sampled request asks for a full report; counts stay right."""
+    async with composed("1", full_report_interval_s=0.2) as kvlb:
+        engine = kvlb.engines[0]
+        await kvlb.fill_truly()
+        engine.set_event_faults(EventFaults(hides_stores=True))
+        untold = [tokens(number, 20) for number in range(200, 208)]
+        for each in untold:
+            await kvlb.ask(each, url=engine.url)
+        engine.set_event_faults(EventFaults())
+        for each in untold[:3]:
+            await kvlb.ask(each)
+        await kvlb.until(kvlb.was_rebuilt)
+
+        async def is_known() -> object:
+            for each in untold:
+                await kvlb.ask(each)
+            return any([await kvlb.overlap(each) == 20 for each in untold])
+
+        await kvlb.until(is_known)
+
+        async def is_believed_again() -> object:
+            await kvlb.agree()
+            return await kvlb.trust() == "exact"
+
+        await kvlb.until(is_believed_again)
+        assert await kvlb.metric("kvlb_full_reports_total") >= 1
+
+
+async def test_engine_that_computes_and_publishes_nothing_is_silent(
+    composed: Composed, tokens: MakeTokens
+) -> None:
+    """Entries stay, but they are believed less; the next batch takes it back."""
+    async with composed(indexer={"silent_after_s": 0.3}) as kvlb:
+        await kvlb.fill_truly()
+        for engine in kvlb.engines:
+            engine.set_event_faults(EventFaults(is_silent=True))
+        numbers = iter(range(100, 200))
+
+        async def is_silent() -> object:
+            await kvlb.ask(tokens(next(numbers), 4))
+            return "degraded" in {await kvlb.trust("m0"), await kvlb.trust("m1")}
+
+        await kvlb.until(is_silent)
+        alias = "m0" if await kvlb.trust("m0") == "degraded" else "m1"
+        assert await kvlb.overlap(kvlb.true_prompts[0]) == 100
+        for engine in kvlb.engines:
+            engine.set_event_faults(EventFaults())
+            await kvlb.ask(tokens(300, 4), url=engine.url)
+
+        await kvlb.until(lambda: kvlb.has_trust("exact", alias))
