@@ -52,9 +52,12 @@ class AnswerPasser:
         record: RequestRecord,
         settings: DataPlaneSettings,
         clock: Callable[[], float],
+        on_stream: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_stream` is told of each stream that goes on behind its first token."""
         self._exchange = exchange
         self._record = record
+        self._on_stream = on_stream
         self._headers = settings.headers
         self._tells_prefill = settings.usage_of_prefill
         self._clock = clock
@@ -148,6 +151,8 @@ class AnswerPasser:
         try:
             if not take(decoded.first):
                 await exchange.drain()
+            if not decoded.answer.is_complete:
+                self._on_stream()
             while not await decoded.answer.hand_to(take):
                 await exchange.drain()
         except EngineError:

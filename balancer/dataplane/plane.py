@@ -68,6 +68,7 @@ from balancer.dataplane.reliability import Reliability
 from balancer.dataplane.request_log import LoggedRequests, LogRequest
 from balancer.dataplane.scoring import Prompts, Scoring
 from balancer.dataplane.upstream import Upstream
+from balancer.dataplane.young_objects import YoungObjects
 from balancer.fleet.transfer_notices import TransferNotices
 from balancer.routing.router import Router
 from balancer.tracing import NoTracing, Tracing
@@ -156,6 +157,7 @@ class DataPlane:
             notices=notices,
         )
         self._handling = handling or Handling()
+        self._young = YoungObjects(clock=clock)
         placing = Placing(
             ledger=ledger,
             clock=clock,
@@ -179,7 +181,11 @@ class DataPlane:
         """Answer one request. Raises nothing but cancellation."""
         record = self._begin(exchange)
         passer = AnswerPasser(
-            exchange=exchange, record=record, settings=self._settings, clock=self._clock
+            exchange=exchange,
+            record=record,
+            settings=self._settings,
+            clock=self._clock,
+            on_stream=self._young.stream_began,
         )
         try:
             if self._tracing.is_on:
