@@ -70,7 +70,7 @@ def aged(reports: Iterable[Report], waited_s: float) -> list[Report]:
 
 
 class ReportSink(Protocol):
-    """The balancer's end. Tested by tests/integration/reports/."""
+    """The balancer's end. Tested by tests/integration/indexer/reports/."""
 
     async def send(self, model: str, reports: Sequence[Report]) -> None:
         """Hand reports to whoever writes the ranks of `model`.

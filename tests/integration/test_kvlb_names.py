@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 
 from balancer.core.settings.errors import ConfigError, decode_settings
 from balancer.fleet.members import Members
-from indexer.config import InstanceSource
-from indexer.core.types import InstanceId, RankId
+from indexer.core.types import InstanceId
 from kvlb.errors import SettingsError
 from kvlb.names.resolver import LookupFailedError, NameUnknownError, resolve
 from kvlb.names.settings import DiscoverySettings
@@ -286,32 +285,3 @@ async def _exact(http: httpx.AsyncClient, urls: set[str]) -> None:
             if well == urls == {each["url"] for each in shown}:
                 return
             await asyncio.sleep(0.02)
-
-
-async def test_instance_that_moved_is_followed_anew(publishing: Any, indexing: Any) -> None:
-    """Its rows are dropped, its stream connected to anew; others are not touched."""
-    async with publishing() as moving, publishing() as staying:
-        sources = [
-            InstanceSource(
-                url=f"http://{name}:1", events=each.events, replay=each.replay, model="m"
-            )
-            for name, each in (("moving", moving), ("staying", staying))
-        ]
-        rank, other = (RankId(each.instance, 0) for each in sources)
-        stored = ["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]
-        async with indexing(*sources) as (service, _):
-            for each in (moving, staying):
-                await each.subscribed()
-                each.publish(stored)
-            async with asyncio.timeout(20):
-                before = await service.until(rank, lambda now: now.held_blocks == 1)
-                kept = await service.until(other, lambda now: now.held_blocks == 1)
-                service.follow_anew([rank.instance, InstanceId("http://unknown:1")])
-                after = await service.until(
-                    rank, lambda now: now.epoch != before.epoch and now.held_blocks == 1
-                )
-            untouched = service.rank_status(other)
-
-    assert after.epoch > before.epoch
-    assert untouched is not None
-    assert (untouched.epoch, untouched.held_blocks) == (kept.epoch, 1)

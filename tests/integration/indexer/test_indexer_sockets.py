@@ -220,6 +220,32 @@ async def test_fleet_changes_in_the_end(
         assert await held(index) is None
 
 
+async def test_instance_that_moved_is_followed_anew(
+    publishing: Any, indexing: Any, stored: Event, source: Source
+) -> None:
+    """Its rows are dropped, its stream connected to anew; others are not touched."""
+    async with (
+        publishing() as moving,
+        publishing() as staying,
+        indexing(source(moving), source(staying, E1)) as (service, _),
+    ):
+        for each in (moving, staying):
+            await each.subscribed()
+            each.publish(stored(1))
+        async with asyncio.timeout(20):
+            before = await service.until(R0, lambda now: now.held_blocks == 1)
+            kept = await service.until(R1, lambda now: now.held_blocks == 1)
+            service.follow_anew([R0.instance, InstanceId("http://unknown:1")])
+            after = await service.until(
+                R0, lambda now: now.epoch != before.epoch and now.held_blocks == 1
+            )
+        untouched = service.rank_status(R1)
+
+    assert after.epoch > before.epoch
+    assert untouched is not None
+    assert (untouched.epoch, untouched.held_blocks) == (kept.epoch, 1)
+
+
 async def test_taken_port_is_tried_again(publishing: Any, indexing: Any, eventually: Any) -> None:
     """The port's status says why nothing comes."""
     async with publishing() as owner:

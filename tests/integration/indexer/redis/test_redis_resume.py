@@ -20,7 +20,7 @@ Event = Callable[..., dict[str, Any]]
 Held = Callable[..., Awaitable[int | None]]
 Source = Callable[..., InstanceSource]
 
-CAPTURES = Path(__file__).parents[2] / "captures"
+CAPTURES = Path(__file__).parents[3] / "captures"
 
 E0 = "http://e0:8000"
 R0 = RankId(InstanceId(E0), 0)
