@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -33,6 +33,7 @@ from balancer.core.fleet.view import (
     readiness,
     render_instance,
 )
+from balancer.core.http.described_paths import with_engine_paths
 from balancer.core.http.generate import read_generate
 from balancer.core.http.openai_errors import render_error
 from balancer.core.http.own_mark import BALANCER
@@ -50,7 +51,7 @@ from indexer.core.types import InstanceId
 
 DESCRIPTION = """
 Cache-aware load balancer for vLLM. OpenAI paths (`/v1/chat/completions`, `/v1/completions`, and what
-else the engines serve) are proxied and not listed here.
+else the engines serve) are proxied: what is told of them here (`engines`) is the least that all engines have in common.
 """
 
 
@@ -103,7 +104,21 @@ def create_routes(
     _add_process_routes(api, surface)
     _add_operator_routes(api, surface)
     api.include_router(surface.control)
+    _describe_engine_paths(api)
     return api
+
+
+def _describe_engine_paths(api: FastAPI) -> None:
+    """Add to the document what stands in front of this application."""
+    own_paths = api.openapi
+
+    def describe() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            api.openapi_schema = with_engine_paths(own_paths())
+        return api.openapi_schema
+
+    # The way that FastAPI documents to extend its document.
+    api.openapi = describe  # type: ignore[method-assign]
 
 
 def add_error_answers(api: FastAPI) -> None:
@@ -111,6 +126,9 @@ def add_error_answers(api: FastAPI) -> None:
     api.add_exception_handler(BalancerError, _answer_error)
     api.add_exception_handler(HTTPException, _answer_http_error)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
+
+
+_NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "It isn't, and why."}}
 
 
 def _add_model_routes(api: FastAPI, surface: Surface) -> None:
@@ -135,7 +153,7 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
     mark = {BALANCER: surface.balancer_id}
 
     @api.head("/health", include_in_schema=False)
-    @api.get("/health", tags=["public"])
+    @api.get("/health", tags=["public"], responses=_NOT_NOW)
     async def health() -> Response:
         """200 while the process is alive, whatever the engines do; 503 if it has to be restarted."""
         if api.state.is_broken:
@@ -143,7 +161,7 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
         return _json({"status": "ok"}, headers=mark)
 
     @api.head("/ready", include_in_schema=False)
-    @api.get("/ready", tags=["public"])
+    @api.get("/ready", tags=["public"], responses=_NOT_NOW)
     async def ready() -> Response:
         """200 if requests can be routed, else 503 with what keeps instances out."""
         is_ready, reasons = readiness(surface.fleet())
@@ -163,7 +181,7 @@ def _add_process_routes(api: FastAPI, surface: Surface) -> None:
             }
         )
 
-    @api.get("/metrics", tags=["public"])
+    @api.get("/metrics", tags=["public"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics, of all workers together."""
         # On the loop: gauges read the load ledger, which belongs to it.

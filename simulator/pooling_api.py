@@ -165,16 +165,26 @@ def _prompts(given: Input) -> list[list[int]]:
         return [tokenizer.encode(given, add_special_tokens=True)]
     if not given:
         raise InvalidBodyError("input: at least one is needed", param="input")
-    prompts: list[list[int]] = []
-    numbers: list[int] = []
-    for each in given:
-        if isinstance(each, int):
-            numbers.append(each)
-        else:
-            prompts.append(
-                tokenizer.encode(each, add_special_tokens=True) if isinstance(each, str) else each
-            )
-    return prompts or [numbers]
+    if all(type(each) is int for each in given):
+        return [_check_ids(given)]
+    return [_read_one(each) for each in given]
+
+
+def _read_one(given: Any) -> list[int]:
+    if isinstance(given, str):
+        return tokenizer.encode(given, add_special_tokens=True)
+    if isinstance(given, list) and all(type(each) is int for each in given):
+        return _check_ids(given)
+    raise InvalidBodyError("input: expected strings or lists of token ids", param="input")
+
+
+def _check_ids(token_ids: list[int]) -> list[int]:
+    if not token_ids:
+        raise RequestRefusedError("The input cannot be empty.", param="input")
+    wrong = next((i for i in token_ids if not 0 <= i < tokenizer.VOCABULARY_TOKENS), None)
+    if wrong is not None:
+        raise RequestRefusedError(f"Token id {wrong} is out of vocabulary")
+    return token_ids
 
 
 def _texts(given: Texts) -> list[str]:

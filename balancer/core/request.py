@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from balancer.core.http.lax_bool import is_true
 from balancer.core.prompt.known_ids import KnownIds
 from indexer.core.index import Prompt
 
@@ -57,7 +58,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def stream(self) -> bool:
-        return self.body.get("stream") is True
+        return is_true(self.body.get("stream"))
 
     @property
     def cache_salt(self) -> str | None:

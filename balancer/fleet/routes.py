@@ -78,7 +78,12 @@ def _add_membership(routes: APIRouter, surface: AdminSurface, keyed: list[Any]) 
         return _json({"message": told, "instance": _shown(surface, member)})
 
     @routes.delete("/instances", dependencies=keyed, include_in_schema=False)
-    @routes.post("/instances/remove", dependencies=keyed, openapi_extra=_body(NAME_EXAMPLE))
+    @routes.post(
+        "/instances/remove",
+        dependencies=keyed,
+        openapi_extra=_body(NAME_EXAMPLE),
+        responses={202: {"description": "It leaves when it has finished."}},
+    )
     async def remove_instance(request: Request) -> Response:
         """Let an instance go: nothing new at once, gone when nothing runs on it (`force`: at once)."""
         done = await surface.fleet_admin.remove(await _read_name(request))
@@ -119,6 +124,7 @@ def _add_command(
         tell,
         methods=["POST"],
         dependencies=keyed,
+        responses={502: {"description": "Not all of them did it; who didn't, and why."}},
         description=f"`{command.path}` on every engine, or on those named by `?instance=alias`.",
     )
 

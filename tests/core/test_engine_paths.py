@@ -6,6 +6,7 @@ from balancer.core.errors import MethodNotAllowedError, PathNotFoundError
 from balancer.core.http.engine_paths import (
     PathUse,
     belongs_to_engines,
+    every_path,
     find_path,
     is_session,
     methods_of,
@@ -109,3 +110,15 @@ def test_methods_are_known_without_asking_for_one() -> None:
     assert methods_of("/v1/embeddings") == ("POST",)
     assert methods_of("/v1/realtime") == ()
     assert methods_of("/pause") == ()
+
+
+def test_every_path_is_found_by_its_name() -> None:
+    """Also those that hold an id."""
+    paths = every_path()
+
+    for path, use in paths.items():
+        named = path.replace("{response_id}", "any")
+        assert belongs_to_engines(named)
+        if use.use is not PathUse.SESSION:
+            assert all(find_path(method, named) == use for method in use.methods)
+    assert {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"} <= set(paths)

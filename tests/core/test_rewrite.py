@@ -106,7 +106,9 @@ def test_present_options_are_completed(options: object, expected: dict[str, Any]
     ("body", "wants"),
     [
         ({"stream_options": {"include_usage": True}}, True),
+        ({"stream_options": {"include_usage": "true"}}, True),
         ({"stream_options": {"include_usage": False}}, False),
+        ({"stream_options": {"include_usage": 0}}, False),
         ({"stream_options": None}, False),
         ({}, False),
     ],
@@ -139,6 +141,11 @@ OK_BODIES = [
     (Endpoint.COMPLETIONS, {"prompt": ""}),
     (Endpoint.COMPLETIONS, {"prompt": [[1]], "stream": True, "stream_options": {}}),
     (Endpoint.COMPLETIONS, {"prompt_embeds": "x", "stream_options": None}),
+    (Endpoint.COMPLETIONS, {"prompt": "p", "stream": 1}),
+    (
+        Endpoint.COMPLETIONS,
+        {"prompt": "p", "stream": "On", "stream_options": {"include_usage": "yes"}},
+    ),
 ]
 
 
@@ -157,11 +164,11 @@ def test_values_are_the_engines_business(endpoint: Endpoint, body: dict[str, Any
         (Endpoint.CHAT, {"messages": [], "model": ["m"]}, "model"),
         (Endpoint.COMPLETIONS, {}, "prompt"),
         (Endpoint.COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
-        (Endpoint.COMPLETIONS, {"prompt": "p", "stream": 1}, "stream"),
+        (Endpoint.COMPLETIONS, {"prompt": "p", "stream": 2}, "stream"),
         (Endpoint.COMPLETIONS, {"prompt": "p", "stream_options": []}, "stream_options"),
         (
             Endpoint.COMPLETIONS,
-            {"prompt": "p", "stream_options": {"include_usage": "yes"}},
+            {"prompt": "p", "stream_options": {"include_usage": "oui"}},
             "stream_options.include_usage",
         ),
     ],

@@ -105,7 +105,10 @@ _PATHS |= {
 _PATHS["/tokenizer_info"] = EnginePath(use=PathUse.FORWARD, methods=_READ)
 _PATHS["/v1/realtime"] = EnginePath(use=PathUse.SESSION)
 
-_STORED_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_.-]{1,256})(/cancel)?")
+RESPONSE_ID = "[A-Za-z0-9_.-]{1,256}"
+_RESPONSE_ID = re.compile(RESPONSE_ID)
+_STORED_RESPONSE_PATH = "/v1/responses/{response_id}"
+_STORED_RESPONSE = re.compile(rf"/v1/responses/({RESPONSE_ID})(/cancel)?")
 
 _REFUSED = frozenset(
     {
@@ -158,6 +161,18 @@ def methods_of(path: str) -> tuple[str, ...]:
     """The methods an engine path takes; none if no engine serves it."""
     found = _PATHS.get(path) or _stored_response(path)
     return () if found is None or found.use is PathUse.SESSION else found.methods
+
+
+def every_path() -> dict[str, EnginePath]:
+    """Every path that some engine may serve; where one names a response, with `{response_id}`."""
+    kept = (_STORED_RESPONSE_PATH, f"{_STORED_RESPONSE_PATH}/cancel")
+    found = {each: _stored_response(each.replace("{response_id}", "any")) for each in kept}
+    return _PATHS | {each: use for each, use in found.items() if use is not None}
+
+
+def may_name_response(name: str) -> bool:
+    """Tell whether a path can name this response: what can't is never written into one."""
+    return _RESPONSE_ID.fullmatch(name) is not None
 
 
 def is_session(path: str) -> bool:

@@ -21,8 +21,10 @@ import msgspec
 
 from balancer.core.errors import BadRequestError
 from balancer.core.http.body import Body, PiecedBody, whole
+from balancer.core.http.engine_paths import may_name_response
 from balancer.core.http.forbidden import XARGS, check_form_args, without_forbidden
 from balancer.core.http.form_field import read_fields
+from balancer.core.http.lax_bool import is_true
 from balancer.core.http.rewrite import decode_body, encode_body
 
 _MODEL: Final = b"model"
@@ -40,7 +42,7 @@ class ReadBody:
     model: Any = None
     """What it names; "" if it could name a model and doesn't, None if it can't."""
     previous_response: str | None = None
-    """Id of a response that this request goes on from."""
+    """Id of a response that this request goes on from. What can be none is the engine's to refuse."""
     stream: bool = False
     background: bool = False
     """A response that its client may ask about, or cancel, by the id that comes first."""
@@ -93,9 +95,11 @@ def read_body(content_type: bytes, body: PiecedBody, *, generates: bool) -> Read
     return ReadBody(
         body=_cleaned(raw) if generates and fields.may_be_forbidden else raw,
         model="" if fields.model is None else fields.model,
-        previous_response=previous if isinstance(previous, str) and previous else None,
-        stream=fields.stream is True,
-        background=fields.background is True,
+        previous_response=(
+            previous if isinstance(previous, str) and may_name_response(previous) else None
+        ),
+        stream=is_true(fields.stream),
+        background=is_true(fields.background),
         is_json=True,
     )
 

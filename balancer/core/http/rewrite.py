@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from balancer.core.errors import BadRequestError
+from balancer.core.http.lax_bool import is_flag, is_true
 from balancer.core.prompt.known_ids import KnownIds
 from balancer.core.request import Endpoint
 
 _FIELDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("model", str, "a string"),
-    ("stream", bool, "a boolean"),
     ("stream_options", dict, "an object"),
 )
 _CHAT_FIELDS = (*_FIELDS, ("messages", list, "a list"))
@@ -102,22 +102,25 @@ def check_generate_body(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not isinstance(value, kind):
             raise BadRequestError(f"`{name}` must be {words}", param=name)
+    _check_flag("stream", body.get("stream"))
     options = body.get("stream_options")
     if options:
-        asked = options.get("include_usage")
-        if asked is not None and not isinstance(asked, bool):
-            name = "stream_options.include_usage"
-            raise BadRequestError(f"`{name}` must be a boolean", param=name)
+        _check_flag("stream_options.include_usage", options.get("include_usage"))
     if is_chat and body.get("messages") is None:
         raise BadRequestError("`messages` is required", param="messages")
     if not is_chat and body.get("prompt") is None and body.get("prompt_embeds") is None:
         raise BadRequestError("`prompt` is required", param="prompt")
 
 
+def _check_flag(name: str, value: Any) -> None:
+    if value is not None and not is_flag(value):
+        raise BadRequestError(f"`{name}` must be a boolean", param=name)
+
+
 def wants_usage(body: Mapping[str, Any]) -> bool:
     """Tell whether the client asked for the usage chunk of its stream."""
     options = body.get("stream_options")
-    return isinstance(options, dict) and options.get("include_usage") is True
+    return isinstance(options, dict) and is_true(options.get("include_usage"))
 
 
 def with_usage(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,14 +17,13 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Final
 
+from balancer.core.http.lax_bool import is_flag, is_true
 from balancer.core.request import Endpoint
 from balancer.core.routing.output_limits import explicit_limit, whole_number
 
 USUAL_MAX_LOGPROBS: Final = 20
 """vLLM's `--max-logprobs`, where nobody set it."""
 MAX_LOGPROB_TOKEN_IDS: Final = 128
-_TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
-_FALSE: Final = frozenset({"0", "off", "f", "false", "n", "no"})
 _CHAT: Final = Endpoint.CHAT
 
 
@@ -56,22 +55,22 @@ def find_refusal(
 
 
 def _of_flags(body: Mapping[str, Any], endpoint: Endpoint) -> Refusal:
-    if body.get("stream_options") and body.get("stream") is not True:
+    if body.get("stream_options") and not is_true(body.get("stream")):
         return _CERTAIN
     answers = whole_number(body.get("n", 1))
     if (answers is None or answers < 1) and (endpoint is not _CHAT or body["n"] is not None):
         return _CERTAIN
-    if not _is_flag(body.get("use_beam_search", False)):
+    if not is_flag(body.get("use_beam_search", False)):
         return _CERTAIN
     # Of a chat `echo` can't be null.
     echo = body.get("echo", False)
-    return _NO if _is_flag(echo) or (echo is None and endpoint is not _CHAT) else _CERTAIN
+    return _NO if is_flag(echo) or (echo is None and endpoint is not _CHAT) else _CERTAIN
 
 
 def _of_logprobs(body: Mapping[str, Any], endpoint: Endpoint) -> Refusal:
     asked = body.get("logprobs")
     if endpoint is _CHAT:
-        if asked is not None and not _is_flag(asked):
+        if asked is not None and not is_flag(asked):
             return _CERTAIN
         top = body.get("top_logprobs")
         if not asked and whole_number(top):
@@ -85,7 +84,7 @@ def _of_logprobs(body: Mapping[str, Any], endpoint: Endpoint) -> Refusal:
 
 def _of_prompt(body: Mapping[str, Any]) -> Refusal:
     asked = body.get("prompt_logprobs")
-    is_streamed = whole_number(asked) and body.get("stream") is True
+    is_streamed = whole_number(asked) and is_true(body.get("stream"))
     return _CERTAIN if is_streamed else _of_count(asked)
 
 
@@ -151,10 +150,3 @@ def _of_context(
     if most > context_tokens:
         return _CERTAIN
     return _LIKELY if prompt_tokens + most > context_tokens else _NO
-
-
-def _is_flag(value: object) -> bool:
-    """Whether engines read it as true or false."""
-    if isinstance(value, str):
-        return value.lower() in _TRUE | _FALSE
-    return isinstance(value, int | float) and value in {0, 1}

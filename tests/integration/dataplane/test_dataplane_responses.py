@@ -156,6 +156,30 @@ async def test_unknown_response_is_told_clearly(
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_id")
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        pytest.param("x HTTP/1.1\r\nhost: e\r\n\r\nPOST /pause", id="a-second-request"),
+        pytest.param("../../pause", id="another-path"),
+        pytest.param("resp_\u20ac", id="not-ascii"),
+        pytest.param("x" * 257, id="too-long"),
+    ],
+)
+async def test_id_that_is_none_is_never_written_into_a_path(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, named: str
+) -> None:
+    """A body could ask engines for anything by it. One of them says what is wrong with it."""
+    async with engine(Keeper("a")) as one, engine(Keeper("b")) as two:
+        async with balancer(instance(one, "e0"), instance(two, "e1")) as proxy:
+            body = {"model": "m", "input": "x", "previous_response_id": named}
+            answer = await client.post(proxy.url + "/v1/responses", json=body)
+
+        targets = [each.target for each in (*one.received, *two.received)]
+        assert targets == ["/v1/responses"]
+        assert answer.status_code == 404
+        assert "not found" in answer.json()["error"]["message"]
+
+
 async def test_silent_instance_delays_a_search_and_nothing_more(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
 ) -> None:
