@@ -24,7 +24,9 @@ def test_what_is_described_is_what_is_proxied() -> None:
 def test_operations_have_ids_of_their_own() -> None:
     """Clients are generated from them."""
     items = describe_engine_paths()["paths"].values()
-    ids = [each["operationId"] for item in items for key, each in item.items() if key != "parameters"]
+    ids = [
+        each["operationId"] for item in items for key, each in item.items() if key != "parameters"
+    ]
 
     assert len(set(ids)) == len(ids)
     assert all(re.fullmatch(r"[A-Za-z0-9_]+", each) for each in ids)

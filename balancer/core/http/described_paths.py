@@ -140,7 +140,9 @@ _PATHS: Final = {
     "/invocations": _Described("SageMaker's path: what the body is of decides."),
     "/v1/messages/count_tokens": _Described("Count a prompt's tokens.", {"!messages": _OBJECTS}),
     "/v1/embeddings": _Described("Embed texts.", {"input": _INPUT, "messages": _OBJECTS}),
-    "/v2/embed": _Described("Embed texts, in Cohere's form.", {"texts": {"anyOf": [_TEXTS, _NULL]}}),
+    "/v2/embed": _Described(
+        "Embed texts, in Cohere's form.", {"texts": {"anyOf": [_TEXTS, _NULL]}}
+    ),
     "/pooling": _Described("Pool hidden states.", {"input": {}, "messages": _OBJECTS}),
     "/classify": _Described("Classify texts.", {"input": {}, "messages": _OBJECTS}),
     "/score": _score(),
@@ -290,7 +292,9 @@ def _answers(told: _Described, use: EnginePath, method: str) -> Schema:
     if use.use is PathUse.SESSION:
         found: Schema = {"101": {"description": "Both may speak now."}}
     else:
-        found = {"200": {"description": "The engine's answer, as it is.", "headers": _own_headers()}}
+        found = {
+            "200": {"description": "The engine's answer, as it is.", "headers": _own_headers()}
+        }
         if method != "HEAD":
             found["200"]["content"] = _content(told)
     for status, what in _REFUSALS.items():

@@ -210,7 +210,11 @@ async def test_documentation_describes_the_routes(balancer: Any) -> None:
         for method, route in methods.items()
         if method != "parameters"
     )
-    assert set(schema["paths"]["/v1/chat/completions"]["post"]["responses"]) >= {"200", "400", "503"}
+    assert set(schema["paths"]["/v1/chat/completions"]["post"]["responses"]) >= {
+        "200",
+        "400",
+        "503",
+    }
     assert (await balancer.http.get("/docs")).status_code == 200
 
 
