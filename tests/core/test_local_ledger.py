@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from balancer.core.load.ledger import LegWork, RankLoad, RankRates
+from balancer.core.load.ledger import LegGuard, LegWork, RankLoad, RankRates
 from balancer.core.load.local_ledger import LocalLedger
 from balancer.core.load.predictions import RankPredictions
 from indexer.core.types import BlockKey, InstanceId, RankId
@@ -250,6 +250,53 @@ def test_forgetting_an_idle_rank_leaves_nothing(ledger: LocalLedger) -> None:
     ledger.forget(RANK)
 
     assert ledger.load(RANK) == RankLoad()
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["whole", "unseen", "decode", "token", "end", "fail", "forget", "wait"]),
+        st.integers(0, 3),
+    ),
+    min_size=8,
+    max_size=24,
+)
+
+
+@given(steps)
+def test_a_load_is_never_one_of_before(steps: list[tuple[str, int]]) -> None:
+    """Whatever happened to a rank since it was last asked for, its load is what its book says."""
+    clock = Clock()
+    ledger = LocalLedger(clock, max_predicted_blocks=16)
+    guards: list[LegGuard] = []
+    for step, number in steps:
+        ledger.load(RANK)
+        guard = guards[number % len(guards)] if guards else None
+        if step in {"whole", "unseen", "decode"}:
+            leg = work("decode" if step == "decode" else "whole", keys=KEYS[number:])
+            leg = replace(leg, streamed=step != "unseen", block_size=16, cache_tokens=4096)
+            guards.append(ledger.hold(leg))
+        elif step == "forget":
+            ledger.forget(RANK)
+        elif step == "wait":
+            clock.now_s += number
+        elif guard is not None and step == "token":
+            guard.first_token()
+        elif guard is not None:
+            guard.generated(600)
+            guard.__exit__(ValueError if step == "fail" else None, None, None)
+        kept = ledger.load(RANK), ledger.promised_blocks(RANK, KEYS, 0)
+        for book in ledger._books.values():
+            book.changed()
+
+        assert (ledger.load(RANK), ledger.promised_blocks(RANK, KEYS, 0)) == kept
+        assert ledger.predicted_blocks(RANK, KEYS, 0) == kept[1][0]
+
+
+def test_a_load_holds_whatever_a_peer_told(ledger: LocalLedger) -> None:
+    """More tokens than can be counted are very many."""
+    ledger.hold(work(tokens=2**64))
+
+    assert ledger.load(RANK).queued_tokens > 2**61
 
 
 chains = st.lists(

@@ -6,10 +6,14 @@ Rules:
    and how far two go together is found by bisection: nobody looks at every block.
 2. A stretch is a run of blocks that the same chains pass through. It ends where a chain ends, or
    where two part: there are at most twice as many stretches as chains.
-3. A chain is taken out by the stretch it ended in, once. After `clear` none of before may be.
+3. A chain is taken out by the stretch it ended in, once, and as what it was put in.
+4. Chains in use and chains that are expected lie in one tree: it takes one walk to find both, and most
+   are both. Looking at a tree is mostly waiting for memory.
+5. Where one prompt parted from a stretch others part, too; and where it parted from a chain of one rank
+   it parts from those of others. Both are tried before anything is searched for.
 
-Cost: per chain, in, out or looked up, one step per stretch it passes and log2(blocks) where it ends
-within one. A set of keys takes one step per block, and that of every chain.
+Cost: per chain, in, out or looked up, one step per stretch it passes, and where it ends within one two
+comparisons or log2(blocks). A set of keys takes one step per block, and that of every chain.
 """
 
 from collections.abc import Sequence
@@ -32,6 +36,10 @@ class Stretch(msgspec.Struct, eq=False):
     """By which `above` knows it."""
     chains: int = 0
     """How many pass through or end here."""
+    used: int = 0
+    """Those of them that are in use; the others are expected."""
+    parted: int = 0
+    """Where a prompt that was looked up parted from it."""
     following: "dict[BlockKey, Stretch]" = msgspec.field(default_factory=dict)
     """By their first keys."""
 
@@ -41,16 +49,16 @@ def _root() -> Stretch:
 
 
 class ChainTree:
-    """A multiset of chains."""
+    """Two multisets of chains: in use, and expected."""
 
-    __slots__ = ("_root", "blocks")
+    __slots__ = ("_root", "used_blocks")
 
     def __init__(self) -> None:
         self._root = _root()
-        self.blocks = 0
-        """How many different ones; to be looked at only."""
+        self.used_blocks = 0
+        """How many different ones are in use; to be looked at only."""
 
-    def add(self, keys: Sequence[BlockKey]) -> Stretch:
+    def add(self, keys: Sequence[BlockKey], *, used: bool = False) -> Stretch:
         """One more chain; what it is to be dropped by."""
         above = self._root
         at, last = 0, len(keys)
@@ -59,66 +67,82 @@ class ChainTree:
             found = above.following.get(first)
             if found is None:
                 found = above.following[first] = Stretch(above, keys, at, last, first)
-                self.blocks += last - at
             else:
-                common = _common(found, keys)
+                common = _common(found, keys, 0)
                 if common < found.end:
                     found = _split(found, common, above)
             found.chains += 1
+            if used:
+                found.used += 1
+                if found.used == 1:
+                    self.used_blocks += found.end - at
             above, at = found, found.end
         return above
 
-    def drop(self, end: Stretch) -> None:
+    def drop(self, end: Stretch, *, used: bool = False) -> None:
         """The chain that ended there is out."""
         each = end
         while (above := each.above) is not None:
             each.chains -= 1
+            if used:
+                each.used -= 1
+                if not each.used:
+                    self.used_blocks -= each.end - each.start
             if not each.chains:
                 del above.following[each.first]
-                self.blocks -= each.end - each.start
             elif len(each.following) == 1:
                 _join(each, above)
             each = above
 
-    def run_blocks(self, keys: Sequence[BlockKey]) -> int:
-        """How many of `keys` from the first on are in some chain."""
+    def run_blocks(self, keys: Sequence[BlockKey], near: int = 0) -> tuple[int, int]:
+        """How many of `keys` from the first on are expected, and in use. Perhaps it is `near`."""
         at, last = 0, len(keys)
+        expected = used = 0
         following = self._root.following
         while at < last:
             found = following.get(keys[at])
             if found is None:
                 break
-            at = _common(found, keys)
+            at = _common(found, keys, near)
+            if found.used:
+                used = at
+            if found.chains > found.used:
+                expected = at
             if at < found.end:
                 break
             following = found.following
-        return at
-
-    def clear(self) -> None:
-        """No chain is in any more."""
-        self._root = _root()
-        self.blocks = 0
+        return expected, used
 
 
-def _common(stretch: Stretch, keys: Sequence[BlockKey]) -> int:
-    """Where `keys`, which enter `stretch`, leave it or end."""
+def _common(stretch: Stretch, keys: Sequence[BlockKey], near: int) -> int:
+    """Where `keys`, which enter `stretch`, leave it or end; perhaps it is at `near`."""
     known = stretch.keys
     high = min(stretch.end, len(keys)) - 1
     if keys[high] == known[high]:  # the usual case: the whole of it, or the same prompt again
         return high + 1
     low = stretch.start + 1
+    for guess in (near, stretch.parted):
+        if low <= guess <= high:
+            if keys[guess - 1] != known[guess - 1]:
+                high = guess - 1
+            elif keys[guess] != known[guess]:
+                return guess
+            else:
+                low = guess + 1
     while low < high:
         middle = (low + high) // 2
         if keys[middle] == known[middle]:
             low = middle + 1
         else:
             high = middle
+    stretch.parted = low
     return low
 
 
 def _split(stretch: Stretch, at: int, above: Stretch) -> Stretch:
     """Its part before `at`, as a stretch of its own. Who ended in `stretch` still does."""
-    before = Stretch(above, stretch.keys, stretch.start, at, stretch.first, stretch.chains)
+    before = Stretch(above, stretch.keys, stretch.start, at, stretch.first)
+    before.chains, before.used = stretch.chains, stretch.used
     above.following[before.first] = before
     stretch.above, stretch.start, stretch.first = before, at, stretch.keys[at]
     before.following[stretch.first] = stretch

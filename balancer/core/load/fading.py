@@ -6,23 +6,25 @@ Cost: one exponential per call.
 from math import exp
 
 
+def faded(value: float, *, at_s: float, now_s: float, tau_s: float) -> float:
+    """What `value` has become."""
+    return value * exp((at_s - now_s) / tau_s) if value else 0.0
+
+
 class FadingSum:
     """A sum whose parts fade with time constant `tau_s`."""
 
-    __slots__ = ("_at_s", "_tau_s", "_value")
+    __slots__ = ("_tau_s", "at_s", "value")
 
     def __init__(self, tau_s: float, now_s: float) -> None:
         self._tau_s = tau_s
-        self._at_s = now_s
-        self._value = 0.0
+        self.at_s = now_s
+        self.value = 0.0
+        """As it stood at `at_s`."""
 
     def add(self, now_s: float, amount: float) -> None:
-        if self._value:
-            amount += self._value * exp((self._at_s - now_s) / self._tau_s)
-        self._value = amount
-        self._at_s = now_s
+        self.value = amount + self.at(now_s)
+        self.at_s = now_s
 
     def at(self, now_s: float) -> float:
-        if not self._value:
-            return 0.0
-        return self._value * exp((self._at_s - now_s) / self._tau_s)
+        return faded(self.value, at_s=self.at_s, now_s=now_s, tau_s=self._tau_s)

@@ -191,8 +191,13 @@ class LoadLedger(Protocol):
         """Whether blocks of earlier legs are guessed to be held by a rank without events."""
         ...
 
-    def active_blocks(self, rank: RankId, keys: Sequence[BlockKey]) -> int:
-        """How many of the first `keys`, without a gap, requests in flight on `rank` use."""
+    def promised_blocks(
+        self, rank: RankId, keys: Sequence[BlockKey], start: int
+    ) -> tuple[int, int]:
+        """Predicted as of the last `load` of the rank; of the first `keys`, what is in use there.
+
+        Both without a gap. In use: by requests in flight.
+        """
         ...
 
     def transfer(self, source: RankId, target: RankId) -> TransferRates:

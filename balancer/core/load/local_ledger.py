@@ -87,6 +87,10 @@ class LocalLedger:
         self._transfers = transfers or LearnedTransfers()
         self._max_predicted_blocks = max_predicted_blocks
         self._reuse = ReuseTimes()
+        self._asked: Sequence[BlockKey] = ()
+        self._parted = 0
+        """How far, at most, a rank that was asked about these had them: often where the next one parts
+        from them."""
         self._books: dict[RankId, RankBook] = {}
         self._numbers = count()
         self._fleet: AbstractSet[RankId] | None = None
@@ -99,9 +103,10 @@ class LocalLedger:
         if book is None:
             return RankLoad(rates=rates)
         now_s = self._clock()
-        if book.due:
+        while (load := book.load(now_s, rates)) is None:
             self._settle_due(book, now_s)
-        return book.load(now_s, rates)
+            book.predictions.purge(now_s)
+        return load
 
     def busy(self, rank: RankId) -> tuple[int, int]:
         """Of what `load` tells its requests and queued tokens, for who needs no more."""
@@ -129,15 +134,28 @@ class LocalLedger:
             blocks = max(blocks, book.guesses.run_blocks(keys, start))
         return blocks
 
+    def promised_blocks(
+        self, rank: RankId, keys: Sequence[BlockKey], start: int
+    ) -> tuple[int, int]:
+        """Predicted as of the last `load` of the rank; of the first `keys`, what is in use there.
+
+        Both without a gap. In use: by requests in flight.
+        """
+        book = self._books.get(rank)
+        if book is None:
+            return 0, 0
+        near = self._parted if keys is self._asked else 0
+        expected, used = book.chains.run_blocks(keys, near)
+        self._asked, self._parted = keys, max(near, expected, used)
+        blocks = max(0, expected - start)
+        if book.guesses is not None:
+            blocks = max(blocks, book.guesses.run_blocks(keys, start))
+        return blocks, used
+
     def has_guesses(self, rank: RankId) -> bool:
         """Whether anything is guessed to be held by this rank without events."""
         book = self._books.get(rank)
         return book is not None and book.guesses is not None and len(book.guesses) > 0
-
-    def active_blocks(self, rank: RankId, keys: Sequence[BlockKey]) -> int:
-        """How many of the first `keys`, without a gap, requests in flight on `rank` use."""
-        book = self._books.get(rank)
-        return book.active.run_blocks(keys) if book else 0
 
     def transfer(self, source: RankId, target: RankId) -> TransferRates:
         """What a hand-over from `source` to `target` takes."""
@@ -164,6 +182,7 @@ class LocalLedger:
         book = self._books.get(work.rank)
         if book is None:
             book = self._books[work.rank] = RankBook(now_s, self._max_predicted_blocks)
+        book.changed()
         book.predictions.purge(now_s)
         if work.keys and not work.remembered_s:  # a leg without keys says nothing of events
             book.guesses = None
@@ -171,7 +190,7 @@ class LocalLedger:
             book.guesses.purge(now_s - work.remembered_s)
         has_keys = len(work.keys) > 0
         chains = work.chains if has_keys else ()
-        used = [book.active.add(keys) for keys in chains] if has_keys else []
+        used = [book.chains.add(keys, used=True) for keys in chains] if has_keys else []
         leg = _Leg(book, work, next(self._numbers), now_s, used, ledger=self)
         book.requests += 1
         book.predictions.sent(work.uncached_tokens)
@@ -192,6 +211,7 @@ class LocalLedger:
         book = self._books.get(rank)
         if book is None:
             return
+        book.changed()
         book.predictions.clear()
         book.guesses = None
         book.shadow.clear()
@@ -216,6 +236,7 @@ class LocalLedger:
             return
         now_s = self._clock()
         book, work = leg.book, leg.work
+        book.changed()
         leg.first_s = now_s
         leg.others = book.decoding
         book.decoding += 1
@@ -249,10 +270,11 @@ class LocalLedger:
         else:
             self._complete(leg)
         leg.ended = True
+        leg.book.changed()
         leg.book.freed_s = self._clock()
         leg.book.requests -= 1
         for end in leg.used:
-            leg.book.active.drop(end)
+            leg.book.chains.drop(end, used=True)
         rank = leg.work.rank
         if self._fleet is not None and rank not in self._fleet and not leg.book.requests:
             self.forget(rank)
@@ -342,5 +364,6 @@ class LocalLedger:
         book.count_arrival(now_s, work_s)
 
     def _settle_due(self, book: RankBook, now_s: float) -> None:
+        book.changed()
         while leg := book.take_due(now_s):
             self.start_decoding(leg)

@@ -7,7 +7,7 @@ Rules:
    It expires with time, or once so many tokens were sent after it that the rank may have evicted
    it: events that confirmed it may have been followed by events that took it back.
 2. Every prediction covers its prompts from the root on. So what is predicted is prefix-closed, and
-   found as `core.load.chain_tree` finds it.
+   found as `core.load.chain_tree` finds it, in the tree in which the blocks in use are, too.
 3. Bounded: past `max_blocks` the oldest predictions go first, whole, whatever their state. Of those that are
    gone no more is kept than of those that live.
 
@@ -17,6 +17,7 @@ Cost: that of the tree, in, out and looked up: not one of blocks.
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
 from typing import Final, TypeVar
 
 import msgspec
@@ -51,9 +52,10 @@ class RankPredictions:
         "blocks",
     )
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, tree: ChainTree | None = None) -> None:
+        """`tree`: where the rank's chains in use are."""
         self._max_blocks = max_blocks
-        self._covered = ChainTree()
+        self._covered = ChainTree() if tree is None else tree
         self._live: dict[int, Prediction] = {}
         self._expiries: list[tuple[float, int]] = []
         self._pushed_out: list[tuple[int, int]] = []
@@ -107,17 +109,21 @@ class RankPredictions:
         while self._pushed_out and self._pushed_out[0][0] <= self._sent_tokens:
             self._drop(heappop(self._pushed_out)[1])
 
+    @property
+    def next_s(self) -> float:
+        """When the next one expires by time."""
+        return self._expiries[0][0] if self._expiries else inf
+
     def run_blocks(self, keys: Sequence[BlockKey], start: int) -> int:
         """How many of `keys` from `start` on are predicted without a gap."""
-        return max(0, self._covered.run_blocks(keys) - start)
+        return max(0, self._covered.run_blocks(keys)[0] - start)
 
     def clear(self) -> None:
         """Nothing is predicted any more."""
-        self._covered.clear()
-        self._live.clear()
+        for each in tuple(self._live.values()):
+            self.withdraw(each)
         self._expiries.clear()
         self._pushed_out.clear()
-        self.blocks = 0
 
     def _of_living(self, due: list[tuple[_Due, int]]) -> list[tuple[_Due, int]]:
         kept = [each for each in due if each[1] in self._live]

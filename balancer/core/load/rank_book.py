@@ -5,34 +5,33 @@ Rules:
 1. Arrivals and work per second are exponential means over 20 s, corrected for a young rank. Recent
    work is a sum that fades over ten minutes.
 2. A rank's load is told as one value: who looks at it later sees what was so then.
+3. What a load is made of is gathered once per change of the book (`core.load.figures`). Whoever
+   changes a book says so (`changed`).
 
-Cost: a load is three exponentials and one struct; it is made for every candidate of every request.
+Cost: constant, but for a load's first look at what has expired.
 """
 
 from collections.abc import Sequence
 from heapq import heappop
-from math import exp
+from math import exp, inf
 
 import msgspec
 
 from balancer.core.load.approximate import ApproximateBlocks
 from balancer.core.load.chain_tree import ChainTree, Stretch
 from balancer.core.load.fading import FadingSum
+from balancer.core.load.figures import RATE_TAU_S, RECENT_TAU_S, Figures, countable, load_of
 from balancer.core.load.ledger import LegWork, RankLoad, RankRates
 from balancer.core.load.predictions import Prediction, RankPredictions
 from balancer.core.load.shadow_cache import Promise, ShadowCache
 from indexer.core.types import RankId
 
-RATE_TAU_S = 20.0
-RECENT_TAU_S = 600.0
 FAR_TOO_LONG, LEAST_SEAT_WAIT_S = 4.0, 0.25
 """Times what the prompts before it take, and seconds: who waits so long may wait for a seat."""
 ENOUGH_SEAT_WAITS = 3
 """In a row: a stall looks like one."""
 FAR_OFF = 0.25
 """Work that took so much of what was booked, or less, counts as what it took."""
-MIN_AGE_S = 1.0
-"""A rank younger than this has seen too little for a rate."""
 
 
 class BookedLeg(msgspec.Struct, eq=False):
@@ -64,8 +63,9 @@ class RankBook:
     """Everything counted for one rank."""
 
     __slots__ = (
-        "active",
+        "_packed",
         "arrivals",
+        "chains",
         "counted_s",
         "decoding",
         "due",
@@ -88,6 +88,8 @@ class RankBook:
     )
 
     def __init__(self, now_s: float, max_predicted_blocks: int) -> None:
+        self._packed: bytes | None = None
+        """`Figures`; None: the book has changed since."""
         self.since_s = now_s
         self.requests = 0
         self.decoding = 0
@@ -103,12 +105,12 @@ class RankBook:
         self.work_s = 0.0
         """Both as they stood at `counted_s`."""
         self.recent = FadingSum(RECENT_TAU_S, now_s)
-        self.predictions = RankPredictions(max_predicted_blocks)
+        self.chains = ChainTree()
+        """In use by legs in flight: KV memory that can't be evicted, a block that several share counts
+        once. And expected: predicted."""
+        self.predictions = RankPredictions(max_predicted_blocks, self.chains)
         self.guesses: ApproximateBlocks | None = None
         """Of a rank without events, once a leg has left something there."""
-        self.active = ChainTree()
-        """Blocks that legs in flight use: KV memory that can't be evicted. One that several share
-        counts once."""
         self.first_s_sum = 0.0
         """Moments of the first tokens of legs that decode, added up."""
         self.shadow = ShadowCache()
@@ -183,32 +185,38 @@ class RankBook:
                 return leg
         return None
 
-    def load(self, now_s: float, rates: RankRates) -> RankLoad:
-        """The rank's load now. Who is due is not looked after here."""
-        oldest_s, head_tokens, progress_s = None, 0, 0.0
-        if self.queue:
-            head = next(iter(self.queue.values()))
-            oldest_s, head_tokens = head.booked_s, head.work.uncached_tokens
-            progress_s = now_s - max(oldest_s, self.turned_s)
-        # A young rank's sums stand for less time than tau.
-        age_s = max(MIN_AGE_S, now_s - self.since_s)
-        warm_s = RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))
-        per_s = exp((self.counted_s - now_s) / RATE_TAU_S) / warm_s
-        decoded_s = max(0.0, self.decoding * now_s - self.first_s_sum)
-        return RankLoad(
+    def changed(self) -> None:
+        """It was, or is about to be before anyone asks."""
+        self._packed = None
+
+    def load(self, now_s: float, rates: RankRates) -> RankLoad | None:
+        """The rank's load now; None: first it is to be looked who is due, and what has expired."""
+        packed = self._packed
+        if packed is None:
+            self.predictions.purge(now_s)
+            packed = self._packed = self._figures().packed()
+        return load_of(packed, now_s, rates)
+
+    def _figures(self) -> Figures:
+        head = next(iter(self.queue.values())) if self.queue else None
+        return Figures(
+            due_s=min(self.due[0][0] if self.due else inf, self.predictions.next_s),
             requests=self.requests,
-            queued_tokens=self.queued_tokens,
+            queued_tokens=countable(self.queued_tokens),
             decoding=self.decoding,
-            oldest_queued_s=oldest_s,
-            head_tokens=head_tokens,
-            head_progress_s=progress_s,
-            arrivals_per_s=self.arrivals * per_s,
-            work_share=self.work_s * per_s,
-            recent_work_s=self.recent.at(now_s),
-            active_blocks=self.active.blocks,
-            output_tokens=decoded_s / (rates.step_s + rates.step_s_per_request * self.requests),
+            has_queue=head is not None,
+            oldest_s=0.0 if head is None else head.booked_s,
+            head_tokens=0 if head is None else countable(head.work.uncached_tokens),
+            since_s=self.since_s,
+            turned_s=self.turned_s,
+            counted_s=self.counted_s,
+            arrivals=self.arrivals,
+            work_s=self.work_s,
+            recent_s=self.recent.value,
+            recent_at_s=self.recent.at_s,
+            active_blocks=self.chains.used_blocks,
+            first_s_sum=self.first_s_sum,
             reuse_chance=self.reuse_chance,
             free_tokens=self.shadow.free_tokens,
             seats=self.seats,
-            rates=rates,
         )

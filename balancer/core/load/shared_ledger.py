@@ -142,13 +142,15 @@ class SharedLedger:
         """How many blocks from `start` on, without a gap, are predicted on `rank`."""
         return self._local.predicted_blocks(rank, keys, start)
 
+    def promised_blocks(
+        self, rank: RankId, keys: Sequence[BlockKey], start: int
+    ) -> tuple[int, int]:
+        """`predicted_blocks`, as of the last `load`; and how many requests in flight use."""
+        return self._local.promised_blocks(rank, keys, start)
+
     def has_guesses(self, rank: RankId) -> bool:
         """Whether anything is guessed to be held by this rank without events."""
         return self._local.has_guesses(rank)
-
-    def active_blocks(self, rank: RankId, keys: Sequence[BlockKey]) -> int:
-        """How many of the first `keys`, without a gap, requests in flight on `rank` use."""
-        return self._local.active_blocks(rank, keys)
 
     def transfer(self, source: RankId, target: RankId) -> TransferRates:
         """What a hand-over from `source` to `target` takes."""

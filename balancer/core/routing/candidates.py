@@ -79,7 +79,7 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def candidate(self, rank: RankId, instance: Instance, ledger: LoadLedger) -> Candidate:
         """`rank` with what it holds of the prompts."""
-        overlap_tokens = predicted_tokens = 0
+        overlap_tokens = predicted_tokens = used_blocks = 0
         by_tier: Mapping[Tier, int] = {}
         # A rank that an answer leaves out has no events; a missing answer says nothing of it.
         silent = Trust.LOAD_ONLY
@@ -95,7 +95,9 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 by_tier = Counter(by_tier) + Counter(more) if by_tier else more
             overlap_tokens += held_tokens
             held_blocks = held_tokens // size
-            coming_blocks = ledger.predicted_blocks(rank, prompt.keys(size), held_blocks)
+            coming_blocks, used = ledger.promised_blocks(rank, prompt.keys(size), held_blocks)
+            if not number:
+                used_blocks = used
             if coming_blocks:
                 limit_blocks = prompt.hit_limit_blocks(size)
                 coming_tokens = min(held_blocks + coming_blocks, limit_blocks) * size
@@ -112,6 +114,7 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             loading_tokens=self._loading_tokens(by_tier) if by_tier else 0.0,
             trust=trust,
             block_size=known_size,
+            used_blocks=used_blocks,
         )
 
     def _loading_tokens(self, by_tier: Mapping[Tier, int]) -> float:
@@ -188,6 +191,7 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         found: list[LoadedCandidate] = []
         some_full = False
         for instance in instances:
+            capacity = instance.rank_cache_tokens
             for rank in instance.own_ranks:
                 if rank in exclude:
                     continue
@@ -196,7 +200,6 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                     some_full = True
                     continue
                 candidate = matches.candidate(rank, instance, ledger)
-                capacity = instance.rank_cache_tokens
                 memory = None if capacity is None else self._memory(candidate, load, capacity)
                 found.append(LoadedCandidate(candidate=candidate, load=load, memory=memory))
         return found, some_full
@@ -206,12 +209,9 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         rank, prompts = candidate.rank, self.matches.prompts
         size = candidate.block_size or self.matches.block_size(rank)
         keys = prompts[0].keys(size) if len(prompts) == 1 else self.matches.keys(rank)
-        blocks = len(keys)
-        if load.active_blocks:
-            blocks -= self.ledger.active_blocks(rank, keys)
         return MemoryUse(
             active_tokens=size * load.active_blocks + load.output_tokens,
-            need_tokens=size * blocks,
+            need_tokens=size * (len(keys) - candidate.used_blocks),
             capacity_tokens=capacity_tokens,
         )
 

@@ -54,6 +54,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens that could be computed in the time that loading from slower tiers takes."""
     trust: Trust = Trust.LOAD_ONLY
     block_size: int | None = None
+    used_blocks: int = 0
+    """Leading blocks of the first prompt that requests in flight use there."""
 
 
 class OtherWay(msgspec.Struct, frozen=True, kw_only=True, gc=False):

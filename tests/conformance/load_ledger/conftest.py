@@ -83,11 +83,13 @@ class SeenByPeer:
     def predicted_blocks(self, rank: RankId, keys: Sequence[BlockKey], start: int) -> int:
         return self._told().predicted_blocks(rank, keys, start)
 
+    def promised_blocks(
+        self, rank: RankId, keys: Sequence[BlockKey], start: int
+    ) -> tuple[int, int]:
+        return self._told().promised_blocks(rank, keys, start)
+
     def has_guesses(self, rank: RankId) -> bool:
         return self._told().has_guesses(rank)
-
-    def active_blocks(self, rank: RankId, keys: Sequence[BlockKey]) -> int:
-        return self._told().active_blocks(rank, keys)
 
     def transfer(self, source: RankId, target: RankId) -> TransferRates:
         return self._told().transfer(source, target)

@@ -133,7 +133,7 @@ def test_each_of_several_prompts_is_predicted_and_in_use(ledger: LoadLedger, wor
     several = replace(work(), keys=[*KEYS[:4], *others], chain_ends=(4, 7))
     guard = ledger.hold(several)
     predicted = [ledger.predicted_blocks(FIRST, keys, 0) for keys in (KEYS, others)]
-    in_use = [ledger.active_blocks(FIRST, keys) for keys in (KEYS, others)]
+    in_use = [ledger.promised_blocks(FIRST, keys, 0)[1] for keys in (KEYS, others)]
     blocks = ledger.load(FIRST).active_blocks
     guard.__exit__(RuntimeError, RuntimeError(), None)
 
@@ -169,15 +169,15 @@ def test_forgotten_predictions_stay_forgotten(ledger: LoadLedger, work: Work) ->
 def test_blocks_are_in_use_from_booking_to_end(ledger: LoadLedger, work: Work) -> None:
     """Whoever waits for a transfer needs its room, too; shared blocks count once."""
     whole, decode = ledger.hold(work(keys=4)), ledger.hold(work(kind="decode", keys=6))
-    both = ledger.load(FIRST).active_blocks, ledger.active_blocks(FIRST, KEYS)
+    both = ledger.load(FIRST).active_blocks, ledger.promised_blocks(FIRST, KEYS, 0)[1]
     decode.__exit__(None, None, None)
-    one = ledger.load(FIRST).active_blocks, ledger.active_blocks(FIRST, KEYS)
+    one = ledger.load(FIRST).active_blocks, ledger.promised_blocks(FIRST, KEYS, 0)[1]
     whole.__exit__(ValueError, ValueError(), None)
 
     assert both == (6, 6)
     assert one == (4, 4)
-    assert (ledger.load(FIRST).active_blocks, ledger.active_blocks(FIRST, KEYS)) == (0, 0)
-    assert ledger.active_blocks(OTHER, KEYS) == 0
+    assert (ledger.load(FIRST).active_blocks, ledger.promised_blocks(FIRST, KEYS, 0)[1]) == (0, 0)
+    assert ledger.promised_blocks(OTHER, KEYS, 0)[1] == 0
 
 
 def test_busy_is_a_part_of_the_load(ledger: LoadLedger, clock: Any, work: Work) -> None:

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from balancer.core.load.figures import RATE_TAU_S
 from balancer.core.load.ledger import LegGuard, LegWork, LoadLedger, RankLoad
-from balancer.core.load.rank_book import RATE_TAU_S
 from indexer.core.types import BlockKey, InstanceId, RankId
 
 Work = Callable[..., LegWork]

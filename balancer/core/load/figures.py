@@ -1,0 +1,112 @@
+"""What a rank's load is made of, together in one place of memory.
+
+Rules:
+
+1. Figures are as of the last change of the rank's book; a load is as of the moment it is asked for.
+2. They are kept as bytes. As attributes each is an object somewhere else, and when a request comes
+   those of all ranks are far from the processor: twenty waits for memory per rank, of which three
+   are left.
+
+Cost: a load is three exponentials and one struct; it is made for every candidate of every request.
+"""
+
+from math import exp
+from struct import Struct
+from typing import Final, NamedTuple
+
+from balancer.core.load.fading import faded
+from balancer.core.load.ledger import RankLoad, RankRates
+
+RATE_TAU_S = 20.0
+RECENT_TAU_S = 600.0
+MIN_AGE_S = 1.0
+"""A rank younger than this has seen too little for a rate."""
+
+
+class Figures(NamedTuple):
+    """What a rank's load is made of, as of the last change of its book."""
+
+    due_s: float
+    """When a leg is expected to be computed, or a prediction expires, though nobody calls."""
+    requests: int
+    queued_tokens: int
+    decoding: int
+    has_queue: bool
+    oldest_s: float
+    head_tokens: int
+    since_s: float
+    turned_s: float
+    counted_s: float
+    arrivals: float
+    work_s: float
+    recent_s: float
+    """As it stood at `recent_at_s`."""
+    recent_at_s: float
+    active_blocks: int
+    first_s_sum: float
+    reuse_chance: float
+    free_tokens: float
+    seats: int
+
+    def packed(self) -> bytes:
+        """As `load_of` takes them."""
+        return _PACKED.pack(*self)
+
+
+_PACKED: Final = Struct("=d3q?dq7dq3dq")
+_MOST_TOKENS: Final = 2**62
+"""That fit: a peer may tell whatever it likes."""
+
+
+def countable(tokens: int) -> int:
+    """As many as `Figures` can hold."""
+    return max(-_MOST_TOKENS, min(tokens, _MOST_TOKENS))
+
+
+def load_of(packed: bytes, now_s: float, rates: RankRates) -> RankLoad | None:
+    """The load of a rank with these `Figures`; None: something is due. By name they would take longer."""
+    (
+        due_s,
+        requests,
+        queued_tokens,
+        decoding,
+        has_queue,
+        oldest_s,
+        head_tokens,
+        since_s,
+        turned_s,
+        counted_s,
+        arrivals,
+        work_s,
+        recent_s,
+        recent_at_s,
+        active_blocks,
+        first_s_sum,
+        reuse_chance,
+        free_tokens,
+        seats,
+    ) = _PACKED.unpack(packed)
+    if due_s <= now_s:
+        return None
+    # A young rank's sums stand for less time than tau.
+    age_s = max(MIN_AGE_S, now_s - since_s)
+    warm_s = RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))
+    per_s = exp((counted_s - now_s) / RATE_TAU_S) / warm_s
+    decoded_s = max(0.0, decoding * now_s - first_s_sum)
+    return RankLoad(
+        requests=requests,
+        queued_tokens=queued_tokens,
+        decoding=decoding,
+        oldest_queued_s=oldest_s if has_queue else None,
+        head_tokens=head_tokens,
+        head_progress_s=now_s - max(oldest_s, turned_s) if has_queue else 0.0,
+        arrivals_per_s=arrivals * per_s,
+        work_share=work_s * per_s,
+        recent_work_s=faded(recent_s, at_s=recent_at_s, now_s=now_s, tau_s=RECENT_TAU_S),
+        active_blocks=active_blocks,
+        output_tokens=decoded_s / (rates.step_s + rates.step_s_per_request * requests),
+        reuse_chance=reuse_chance,
+        free_tokens=free_tokens,
+        seats=seats,
+        rates=rates,
+    )
