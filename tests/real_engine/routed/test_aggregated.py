@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 SEED = 20261129
 COUNT, TURNS = 20, 3
-LONG = {"max_tokens": 400, "min_tokens": 400, "stream": True}
+LONG = {"max_tokens": 1200, "min_tokens": 1200, "stream": True}
+"""Some seconds of answer: an engine was once done with 400 tokens before it was killed."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,10 @@ def play(kvlb: Any, chats: Any) -> list[Any]:
     return turns
 
 
+def exact_of(turns: list[Any]) -> int:
+    return sum(turn.overlap_tokens == turn.cached_tokens for turn in turns)
+
+
 def cached(turns: list[Any]) -> int:
     return sum(turn.cached_tokens for turn in turns)
 
@@ -72,24 +77,28 @@ def test_predictions_are_what_the_engines_report_and_beat_round_robin(
     conversations: Callable[..., Any],
     record_figures: Callable[..., None],
 ) -> None:
-    """`x-kvlb-overlap-tokens` is right for 95 % of requests; 1.5 times as much is cached."""
+    """`x-kvlb-overlap-tokens` is right for 95 % of requests; 1.5 times as much is cached.
+
+    Round robin's prompts are all read, which its policy asks of one in a hundred only.
+    """
     for engine in engines.values():
         engine.reset_cache()
-    with start_kvlb(engines, "--policy", "round_robin", settings=settings) as kvlb:
+    reads_all = {**settings, "routing": {**settings["routing"], "observe_share": 1}}
+    with start_kvlb(engines, "--policy", "round_robin", settings=reads_all) as kvlb:
         by_turns = play(kvlb, conversations(SEED, COUNT))
 
-    exact = sum(turn.overlap_tokens == turn.cached_tokens for turn in played)
+    exact, exact_by_turns = exact_of(played), exact_of(by_turns)
     record_figures(
         exact=exact,
         requests=len(played),
         prompt_tokens=sum(turn.prompt_tokens for turn in played),
         cached_tokens=cached(played),
-        round_robin_exact=sum(turn.overlap_tokens == turn.cached_tokens for turn in by_turns),
+        round_robin_exact=exact_by_turns,
         round_robin_cached_tokens=cached(by_turns),
         instances={name: sum(turn.instance == name for turn in played) for name in engines},
     )
-    misses = [turn for turn in played if turn.overlap_tokens != turn.cached_tokens]
-    assert exact >= 0.95 * COUNT * TURNS, misses
+    misses = [turn for turn in played + by_turns if turn.overlap_tokens != turn.cached_tokens]
+    assert min(exact, exact_by_turns) >= 0.95 * COUNT * TURNS, misses
     assert cached(played) >= 1.5 * cached(by_turns)
     assert {turn.instance for turn in played} == set(engines)
 
@@ -169,7 +178,7 @@ def test_a_restarted_engine_gets_no_credit_for_what_it_lost(
         requests_while_down=len(during),
         requests_after=len(after),
         on_restarted=sum(turn.instance == victim for turn in after),
-        exact=sum(turn.overlap_tokens == turn.cached_tokens for turn in after),
+        exact=exact_of(after),
         ghosts=len(ghosts),
     )
     assert {turn.instance for turn in during} == set(cold) - {victim}
