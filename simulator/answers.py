@@ -236,15 +236,7 @@ class ChatAnswer:
     def _render_choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": {
-                "role": "assistant",
-                "content": choice.output.text,
-                "refusal": None,
-                "annotations": None,
-                "audio": None,
-                "function_call": None,
-                "reasoning": None,
-            },
+            "message": render_message(choice.output.text),
             "logprobs": self._render_logprobs(choice.token_ids),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -269,6 +261,19 @@ def render_head(options: AnswerOptions, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": options.created_unix_s,
         "model": options.model,
+    }
+
+
+def render_message(text: str) -> dict[str, Any]:
+    """Return what a chat's choice says."""
+    return {
+        "role": "assistant",
+        "content": text,
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": None,
     }
 
 

@@ -53,6 +53,8 @@ class EngineApplication:
             "/v1/load_lora_adapter": {"POST": self._load_adapter},
             "/v1/unload_lora_adapter": {"POST": self._unload_adapter},
         }
+        if engine.settings.tokenizer_info:
+            self._routes["/tokenizer_info"] = {"GET": self._report_tokenizer}
         if engine.settings.release >= _FIRST_RELEASE_WITH_SOURCES:
             self._routes["/kv_event_sources"] = {"GET": self._report_sources}
 
@@ -165,6 +167,11 @@ class EngineApplication:
         body = decode_body(exchange.body, exchange.headers.get("content-type", ""), DetokenizeBody)
         self._engine.find_adapter(body.model)
         await exchange.send_json({"prompt": tokenizer.decode(body.tokens)})
+
+    async def _report_tokenizer(self, exchange: Exchange) -> None:
+        template = "ChatML, by simulator.core.chat_template"
+        told = {"tokenizer_class": "ByteTokenizer", "chat_template": template}
+        await exchange.send_json(told)
 
     async def _report_health(self, exchange: Exchange) -> None:
         is_dead = any(rank.core.is_dead for rank in self._engine.ranks)

@@ -143,6 +143,15 @@ def decode_body(raw: bytes, content_type: str, kind: type[Body]) -> Body:
         return _decode_leniently(raw, kind)
 
 
+def has_field(raw: bytes, name: str) -> bool:
+    """Tell whether a body, if it is any, has a field: what decides where a path takes several."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(body, dict) and name in body
+
+
 def _decode_leniently(raw: bytes, kind: type[Body]) -> Body:
     """Read what engines take beside: byte order marks, lone surrogates, NaN, "5" for 5."""
     try:

@@ -19,6 +19,7 @@ from simulator.bodies import (
     check_generation,
     check_limits,
     decode_body,
+    has_field,
 )
 from simulator.core.errors import GenerationFailedError, RequestRefusedError
 from simulator.core.generation import seed_answer
@@ -57,6 +58,11 @@ async def chat(engine: SimulatedEngine, exchange: Exchange) -> None:
         await _encode(engine, exchange, body)
     else:
         await _generate(engine, exchange, body)
+
+
+async def invoke(engine: SimulatedEngine, exchange: Exchange) -> None:
+    """Answer SageMaker's path: as a chat what has messages, as a completion all else."""
+    await (chat if has_field(exchange.body, "messages") else complete)(engine, exchange)
 
 
 async def _encode(engine: SimulatedEngine, exchange: Exchange, body: ChatBody) -> None:
@@ -316,6 +322,9 @@ class Generation:
 class ChunkGeneration(Generation):
     """One whose stream is a chunk per token, as of completions and chats."""
 
+    _shows_all = False
+    """Also tokens that make no text yet."""
+
     def __init__(
         self,
         rank: EngineRank,
@@ -349,9 +358,13 @@ class ChunkGeneration(Generation):
                 return False
             is_final = choice.finish_reason is not None
             text = choice.output.take(is_final=is_final)
-            if text or is_final or self._body.return_token_ids:
+            if self._is_shown(choice, text):
                 await self._exchange.send_event(self._render_chunk(choice, text))
         return True
+
+    def _is_shown(self, choice: Choice, text: str) -> bool:
+        ends = choice.finish_reason is not None
+        return bool(text) or ends or self._shows_all or bool(self._body.return_token_ids)
 
     def _render_chunk(self, choice: Choice, text: str) -> dict[str, Any]:
         chunk = self._answer.render_chunk(choice, text, choice.token_ids[-1])

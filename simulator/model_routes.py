@@ -3,10 +3,11 @@
 import re
 from collections.abc import Awaitable, Callable
 
-from simulator import messages_api, pooling_api, responses_api
+from simulator import batch_api, cohere_api, messages_api, pooling_api, responses_api
 from simulator.engine import SimulatedEngine
 from simulator.exchange import Exchange
-from simulator.generation_api import chat, complete
+from simulator.generation_api import chat, complete, invoke
+from simulator.scale_out_api import SCALE_OUT, refuse_scale_out
 from simulator.speech_api import transcribe
 
 Route = Callable[[Exchange], Awaitable[None]]
@@ -18,9 +19,14 @@ _GENERATE: dict[str, _Answer] = {
     "/v1/messages": messages_api.create_message,
     "/v1/messages/count_tokens": messages_api.count_tokens,
     "/v1/responses": responses_api.create_response,
+    "/v1/chat/completions/batch": batch_api.chat_batch,
+    "/generative_scoring": batch_api.score_next,
+    "/invocations": invoke,
 }
 _POOLING: dict[str, _Answer] = {
     "/v1/embeddings": pooling_api.embed,
+    "/v2/embed": cohere_api.embed,
+    "/invocations": pooling_api.invoke,
     "/pooling": pooling_api.pool,
     "/classify": pooling_api.classify,
     "/score": pooling_api.score,
@@ -39,10 +45,11 @@ _KEPT = re.compile(r"/v1/responses/([^/]+)(/cancel)?")
 
 def model_routes(engine: SimulatedEngine) -> dict[str, dict[str, Route]]:
     """The paths of the engine's kind of model, by method."""
-    return {
-        path: {"POST": _bind(engine, answer)}
-        for path, answer in _KINDS[engine.settings.serves].items()
-    }
+    found = dict(_KINDS[engine.settings.serves])
+    if engine.settings.serves == "generate":
+        is_on = engine.settings.scale_out
+        found |= SCALE_OUT if is_on else dict.fromkeys(SCALE_OUT, refuse_scale_out)
+    return {path: {"POST": _bind(engine, answer)} for path, answer in found.items()}
 
 
 def kept_response_routes(engine: SimulatedEngine, path: str) -> dict[str, Route] | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from simulator.bodies import decode_body
+from simulator.bodies import decode_body, has_field
 from simulator.core import tokenizer
 from simulator.core.errors import InvalidBodyError, RequestRefusedError
 from simulator.engine import SimulatedEngine
@@ -51,7 +51,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
 async def embed(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer with one vector per input."""
     body = decode_body(exchange.body, exchange.headers.get("content-type", ""), EmbeddingBody)
-    model, prompts = _begin(engine, body.model, body.input)
+    model, prompts = begin(engine, body.model, body.input)
     if body.dimensions is not None:
         raise RequestRefusedError(
             f'Model "{model}" does not support matryoshka representation, changing output '
@@ -65,10 +65,16 @@ async def embed(engine: SimulatedEngine, exchange: Exchange) -> None:
     await exchange.send_json(_list(engine, "embd", model, data, prompts))
 
 
+async def invoke(engine: SimulatedEngine, exchange: Exchange) -> None:
+    """Answer SageMaker's path: its fields say what is wanted."""
+    asked = next((each for name, each in _BY_FIELD if has_field(exchange.body, name)), embed)
+    await asked(engine, exchange)
+
+
 async def pool(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer with raw pooled data."""
     body = decode_body(exchange.body, exchange.headers.get("content-type", ""), EmbeddingBody)
-    model, prompts = _begin(engine, body.model, body.input)
+    model, prompts = begin(engine, body.model, body.input)
     data = [
         {"index": index, "object": "pooling", "data": _encode(vector(prompt), body)}
         for index, prompt in enumerate(prompts)
@@ -79,7 +85,7 @@ async def pool(engine: SimulatedEngine, exchange: Exchange) -> None:
 async def classify(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer with one of two classes per input."""
     body = decode_body(exchange.body, exchange.headers.get("content-type", ""), EmbeddingBody)
-    model, prompts = _begin(engine, body.model, body.input)
+    model, prompts = begin(engine, body.model, body.input)
     data = []
     for index, prompt in enumerate(prompts):
         share = (vector(prompt)[0] + 1) / 2
@@ -95,7 +101,7 @@ async def score(engine: SimulatedEngine, exchange: Exchange) -> None:
     if len(left) not in {1, len(right)}:
         raise RequestRefusedError("Input lengths must be either 1:1, 1:N or N:N")
     left = left * len(right) if len(left) == 1 else left
-    model, prompts = _begin(engine, body.model, [*left, *right])
+    model, prompts = begin(engine, body.model, [*left, *right])
     pairs = zip(prompts[: len(left)], prompts[len(left) :], strict=True)
     data = [
         {"index": index, "object": "score", "score": similarity(one, other)}
@@ -108,7 +114,7 @@ async def rerank(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer with the documents, the most similar first."""
     body = decode_body(exchange.body, exchange.headers.get("content-type", ""), RerankBody)
     documents = _texts(body.documents)
-    model, prompts = _begin(engine, body.model, [body.query, *documents])
+    model, prompts = begin(engine, body.model, [body.query, *documents])
     results: list[dict[str, Any]] = [
         {
             "index": index,
@@ -129,6 +135,9 @@ async def rerank(engine: SimulatedEngine, exchange: Exchange) -> None:
     )
 
 
+_BY_FIELD = (("text_1", score), ("query", rerank))
+
+
 def vector(token_ids: Sequence[int]) -> list[float]:
     """A unit vector that depends on which tokens there are, not on their order."""
     sums = [0.0] * DIMENSIONS
@@ -144,7 +153,7 @@ def similarity(one: Sequence[int], other: Sequence[int]) -> float:
     return sum(left * right for left, right in zip(vector(one), vector(other), strict=True))
 
 
-def _begin(engine: SimulatedEngine, model: str | None, given: Input) -> tuple[str, list[list[int]]]:
+def begin(engine: SimulatedEngine, model: str | None, given: Input) -> tuple[str, list[list[int]]]:
     """Return the served model and the prompts, or refuse what is unknown or too long."""
     served, _, _ = engine.find_adapter(model)
     prompts = _prompts(given)

@@ -11,11 +11,13 @@ import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
+import yaml
 
 MODEL = "sim"
 VOLATILE = frozenset({"id", "created", "created_at", "item_id", "request_id", "completed_at"})
@@ -159,6 +161,8 @@ def _raw(method: str, path: str, **options: Any) -> Call:
             for name, value in answer.headers.items()
             if name not in OWN_HEADERS and not name.startswith("x-kvlb-")
         }
+        if headers.get("content-type", "").startswith("text/event-stream"):
+            return {"status": answer.status_code, "headers": headers, "body": _events(answer)}
         try:
             body = answer.json()
         except ValueError:
@@ -167,6 +171,37 @@ def _raw(method: str, path: str, **options: Any) -> Call:
         return {"status": answer.status_code, "headers": headers, "body": body}
 
     return call
+
+
+def _events(answer: httpx.Response) -> list[Any]:
+    """Every line of a stream; what is JSON in it, read."""
+    lines = [each.removeprefix("data: ") for each in answer.text.splitlines()]
+    return [json.loads(each) if each.startswith("{") else each for each in lines]
+
+
+def _plain_call(told: Mapping[str, Any]) -> Call:
+    """A call of plain_calls.yaml."""
+    path = told.get("post") or told["get"]
+    if "content" in told:
+        return _raw("POST", path, content=told["content"], headers={"content-type": told["type"]})
+    if "get" in told:
+        return _raw("GET", path)
+    body = {"model": MODEL, **told["json"]}
+    return _raw("POST", path, json={name: each for name, each in body.items() if each is not None})
+
+
+def _rendered_and_back(clients: Clients) -> Any:
+    """A chat over four calls, as prefill, decode and tokenizer apart from each other have it."""
+
+    def ask(path: str, asked: Any) -> Any:
+        return clients.http.post(path, json=asked).raise_for_status().json()
+
+    rendered = ask("/v1/chat/completions/render", CHAT)
+    said = ask("/inference/v1/generate", rendered)
+    told = ask("/v1/chat/completions/derender", {"generate_response": said})
+    straight = ask("/v1/chat/completions", CHAT)
+    assert told["choices"][0]["message"] == straight["choices"][0]["message"]
+    return [rendered, said, told]
 
 
 def _chat(**fields: Any) -> Call:
@@ -239,8 +274,10 @@ def _realtime(clients: Clients) -> Any:
     return events
 
 
+_PLAIN = yaml.safe_load(Path(__file__).with_name("plain_calls.yaml").read_text())
 REFUSED = frozenset(
     {
+        *(name for calls in _PLAIN.values() for name, told in calls.items() if told.get("refused")),
         "chat-stream-options-alone",
         "chat-bad-temperature",
         "chat-no-tokens",
@@ -253,15 +290,8 @@ REFUSED = frozenset(
         "too-long",
         "message-too-long",
         "message-no-tokens",
-        "tokenize-nothing",
-        "messages-no-model",
-        "responses-bad-json",
-        "responses-not-json",
-        "wrong-type",
         "embedding-dimensions",
         "embedding-too-long",
-        "score-uneven",
-        "no-such-path",
         "no-file",
     }
 )
@@ -322,6 +352,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "too-long": _respond(input=LONG),
         "conversation": _conversation,
     },
+    "scale-out": {"rendered-and-back": _rendered_and_back},
     "anthropic": {
         "message": _message(),
         "message-system": _message(system="be brief"),
@@ -346,23 +377,6 @@ CALLS: dict[str, dict[str, Call]] = {
         "cancel": lambda each: each.openai.responses.cancel("resp_none"),
         "go-on": _respond(previous_response_id="resp_none"),
     },
-    "plain": {
-        "tokenize": _raw("POST", "/tokenize", json={"model": MODEL, "prompt": "hello"}),
-        "tokenize-chat": _raw("POST", "/tokenize", json={"model": MODEL, "messages": HELLO}),
-        "detokenize": _raw("POST", "/detokenize", json={"model": MODEL, "tokens": [1, 2]}),
-        "tokenize-nothing": _raw("POST", "/tokenize", json={"model": MODEL}),
-        "messages-no-model": _raw("POST", "/v1/messages/count_tokens", json={"messages": []}),
-        "responses-bad-json": _raw(
-            "POST",
-            "/v1/responses",
-            content=b'{"input":',
-            headers={"content-type": "application/json"},
-        ),
-        "responses-not-json": _raw(
-            "POST", "/v1/responses", content=b"{}", headers={"content-type": "text/plain"}
-        ),
-        "wrong-type": _raw("POST", "/v1/responses", json={"model": MODEL, "input": 1}),
-    },
     "pooling": {
         "embedding": _embed(),
         "embedding-floats": _embed(encoding_format="float"),
@@ -370,23 +384,6 @@ CALLS: dict[str, dict[str, Call]] = {
         "embedding-ids": _embed(input=[[1, 2], [3]]),
         "embedding-dimensions": _embed(dimensions=2),
         "embedding-too-long": _embed(input=LONG),
-        "pooling": _raw("POST", "/pooling", json={"model": MODEL, "input": "a"}),
-        "classify": _raw("POST", "/classify", json={"model": MODEL, "input": ["a", "b"]}),
-        "score": _raw(
-            "POST", "/score", json={"model": MODEL, "text_1": "one", "text_2": ["one", "two"]}
-        ),
-        "score-uneven": _raw(
-            "POST", "/v1/score", json={"model": MODEL, "text_1": ["a", "b"], "text_2": ["c"]}
-        ),
-        "rerank": _raw(
-            "POST", "/v1/rerank", json={"model": MODEL, "query": "one", "documents": ["two", "one"]}
-        ),
-        "rerank-top": _raw(
-            "POST",
-            "/v2/rerank",
-            json={"model": MODEL, "query": "one", "documents": ["two", "one"], "top_n": 1},
-        ),
-        "no-such-path": _raw("POST", "/v1/chat/completions/batch", json={"model": MODEL}),
     },
     "speech": {
         "transcription": _transcribe(),
@@ -399,3 +396,5 @@ CALLS: dict[str, dict[str, Call]] = {
         "session": _realtime,
     },
 }
+for _group, _calls in _PLAIN.items():
+    CALLS.setdefault(_group, {}).update((name, _plain_call(each)) for name, each in _calls.items())

@@ -31,6 +31,13 @@ class InvalidBodyError(RequestRefusedError):
     kind = "Bad Request"
 
 
+class ScaleOutOffError(RequestRefusedError):
+    """The path is there for engines with `--enable-scale-out`."""
+
+    status = 403
+    kind = "PermissionDeniedError"
+
+
 class UnknownModelError(RequestRefusedError):
     """No base model or adapter of that name."""
 

@@ -100,6 +100,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`VLLM_NIXL_SIDE_CHANNEL_HOST`; another one than its own makes it unreachable for others."""
     responses_store: bool = False
     """`VLLM_ENABLE_RESPONSES_API_STORE=1`: answers of the Responses API are kept."""
+    scale_out: bool = False
+    """`--enable-scale-out`: it renders, and takes token ids."""
+    tokenizer_info: bool = False
+    """`--enable-tokenizer-info-endpoint`."""
     serves: Literal["generate", "pooling", "transcription"] = "generate"
     """What kind of model it is, which decides about its paths."""
     hides_errors: bool = False

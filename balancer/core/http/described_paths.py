@@ -162,6 +162,12 @@ _PATHS: Final = {
     "/v1/completions/render": _rendered("a completion"),
     "/v1/responses/render": _rendered("a response", input=_INPUT),
     "/v1/messages/render": _rendered("a message", messages=_OBJECTS),
+    "/cohere/v2/chat": _Described(
+        "Answer a chat, in Cohere's form.",
+        {"!messages": _OBJECTS, "stream": _FLAG},
+        f"{_FORWARDED} Engines serve it with `VLLM_ENABLE_COHERE_API=1` only.",
+        streams=True,
+    ),
     "/cohere/v2/chat/render": _rendered("a chat of Cohere's", messages=_OBJECTS),
     "/v1/chat/completions/derender": _derendered("a chat's answer"),
     "/v1/completions/derender": _derendered("a completion"),

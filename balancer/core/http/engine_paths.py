@@ -84,6 +84,7 @@ _PATHS = {
 )
 _PATHS |= dict.fromkeys(
     (
+        "/cohere/v2/chat",
         "/generative_scoring",
         "/invocations",
         "/v1/audio/transcriptions",

@@ -15,6 +15,10 @@ CLIENT_GROUPS = (
     "responses",
     "anthropic",
     "plain",
+    "several",
+    "invocations",
+    "scale-out",
+    "scale-out-off",
     "pooling",
     "speech",
     "unknown-model",
@@ -27,6 +31,8 @@ SERVES = {"pooling": "pooling", "speech": "transcription"}
 async def both(balancer_factory: Any, kind: str) -> AsyncIterator[tuple[str, str]]:
     """An engine's address, and kvlb's in front of it."""
     settings: Any = {"serves": SERVES.get(kind, "generate")}
+    if kind == "scale-out":
+        settings |= {"scale_out": True, "tokenizer_info": True}
     engine = EngineSettings(responses_store=True, inter_token_ms=0, **settings)
     async with running_fleet(FleetSpec.parse("1"), engine=engine) as fleet:
         url = fleet.engines[0].url

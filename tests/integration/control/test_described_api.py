@@ -26,6 +26,7 @@ from simulator.core.settings import EngineSettings
 from simulator.service import FleetSpec, running_fleet
 
 HELLO = [{"role": "user", "content": "hello"}]
+GENERATED = {"choices": [{"index": 0, "token_ids": [104, 105]}]}
 KEYED = {*COMMANDS, *(f"/instances/{each}" for each in ("add", "remove", "drain", "undrain"))}
 MODELS: dict[Any, str] = {"generate": "sim", "pooling": "vectors", "transcription": "ears"}
 PLAIN: dict[str, dict[str, Any]] = {
@@ -43,6 +44,16 @@ PLAIN: dict[str, dict[str, Any]] = {
         path: {"query": "one", "documents": ["a", "b"]}
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     },
+    "/v1/chat/completions/render": {"messages": HELLO, "max_tokens": 2},
+    "/v1/messages/render": {"messages": HELLO, "max_tokens": 2},
+    "/v1/completions/render": {"prompt": "once"},
+    "/v1/chat/completions/derender": {"generate_response": GENERATED},
+    "/v1/completions/derender": {"generate_responses": [GENERATED]},
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}},
+    "/v1/chat/completions/batch": {"messages": [HELLO, HELLO], "max_tokens": 2},
+    "/generative_scoring": {"query": "one", "items": ["a", "b"], "label_token_ids": [1]},
+    "/invocations": {"prompt": "once", "max_tokens": 2},
+    "/v2/embed": {"texts": ["one"]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -56,7 +67,7 @@ CHECKS = [
     response_schema_conformance,
 ]
 MOST = settings(
-    max_examples=10,
+    max_examples=6,
     derandomize=True,
     database=None,
     deadline=None,
@@ -127,7 +138,12 @@ async def test_engine_paths_do_what_is_described(
         urls = []
         for serves, model in MODELS.items():
             engine = EngineSettings(
-                serves=serves, model=model, responses_store=True, inter_token_ms=0
+                serves=serves,
+                model=model,
+                responses_store=True,
+                scale_out=True,
+                tokenizer_info=True,
+                inter_token_ms=0,
             )
             fleet = await stack.enter_async_context(
                 running_fleet(FleetSpec.parse("1"), engine=engine)

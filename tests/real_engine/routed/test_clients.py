@@ -14,8 +14,16 @@ CLIENT_GROUPS = (
     "responses",
     "anthropic",
     "plain",
+    "several",
+    "scale-out",
     "unknown-model",
     "unknown-response",
+)
+
+FLAGS = (
+    *("--served-model-name", "sim"),
+    "--enable-scale-out",
+    "--enable-tokenizer-info-endpoint",
 )
 
 
@@ -24,7 +32,7 @@ def engines(start_engines: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """One engine, so that both ways lead to the same cache; it keeps responses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
-        with start_engines("m0", flags=("--served-model-name", "sim")) as running:
+        with start_engines("m0", flags=FLAGS) as running:
             yield running
 
 
