@@ -132,6 +132,44 @@ def test_work_that_overhead_could_explain_teaches_nothing() -> None:
     assert learned.rates(RANK) == known
 
 
+def test_many_tiny_prompts_of_a_step_teach_nothing() -> None:
+    """They came at our pace, so the time between such steps is ours."""
+    learned = LearnedRates()
+    prefill(learned, tokens=10, seconds=0.001, times=5)
+    known = learned.rates(RANK)
+    for step in range(20):
+        for _ in range(10):
+            learned.on_first_token(RANK, sent_s=100.0, now_s=101.0 + step / 100, tokens=16)
+    learned.settle(RANK, 200.0)
+
+    assert not learned.knows_prefill
+    assert learned.rates(RANK) == known
+
+
+def answer(learned: LearnedRates, *, step_s: float, times: int, rank: RankId = RANK) -> None:
+    for _ in range(times):
+        learned.on_decoded(rank, decode_s=step_s * 10, tokens=11, others=0)
+
+
+def test_answers_are_stalled_by_what_the_fastest_need_not() -> None:
+    """Three times as long as the fleet's fastest: two thirds of their time are lost."""
+    learned = LearnedRates()
+    answer(learned, step_s=0.02, times=5)
+    answer(learned, step_s=0.06, times=50, rank=OTHER)
+
+    assert learned.rates(RANK).stalled_share == 0
+    assert learned.rates(OTHER).stalled_share == pytest.approx(2 / 3, abs=0.05)
+
+
+def test_two_hundred_tokens_a_second_are_not_stalled() -> None:
+    """Whatever an engine without a model did before."""
+    learned = LearnedRates()
+    answer(learned, step_s=0.0001, times=20)
+    answer(learned, step_s=0.005, times=50)
+
+    assert learned.rates(RANK).stalled_share == 0
+
+
 def test_decode_steps_are_learned_per_rank() -> None:
     """Ten steps in half a second; a new rank starts at the fleet's step."""
     learned = LearnedRates()

@@ -90,6 +90,19 @@ def test_rates_of_a_young_rank_are_corrected_and_fade(ledger: LocalLedger, clock
     assert idle.arrivals_per_s < busy.arrivals_per_s / 5
 
 
+def test_tiny_prompts_count_for_what_they_take(ledger: LocalLedger, clock: Clock) -> None:
+    """A hundred of them share steps: a fixed part for each would fill a rank."""
+    fixed_s = ledger.prefill_rates(RANK).fixed_s
+    for _ in range(100):
+        ledger.hold(replace(work(tokens=10), work_s=0.001))
+    tiny = ledger.load(RANK)
+    ledger.hold(replace(work(tokens=10_000), work_s=1.0))
+    long = ledger.load(RANK)
+
+    assert tiny.work_share == pytest.approx(100 * 0.002, rel=0.05)
+    assert long.work_share - tiny.work_share == pytest.approx(1.0 + fixed_s, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("faster", "is_corrected"),
     [pytest.param(10, True, id="far-off"), pytest.param(2, False, id="fair")],

@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from balancer.core.load.ledger import RankLoad, RankRates
 from balancer.core.routing.room import RankLimits, RankState, has_room
 from balancer.core.settings.admission import AdmissionSettings
 
 SETTINGS = AdmissionSettings(promise_s=2, prefill_share=0.65, memory_share=0.9, least_requests=4)
-RATES = RankRates(prefill_s_per_token=0.001, fixed_s=0.0)
+RATES = RankRates(prefill_s_per_token=0.001, fixed_s=0.0, stalled_share=0.5)
 
 
 def busy(**fields: Any) -> RankLoad:
@@ -49,6 +50,16 @@ def queued(tokens: int, requests: int = 4) -> RankLoad:
 def test_a_busy_rank_is_full_for_one_of_three_reasons(load: RankLoad, is_there: bool) -> None:
     """A long queue, too much prefill beside its answers, or memory that is nearly taken."""
     assert room(load) is is_there
+
+
+@pytest.mark.parametrize(("stalled_share", "is_there"), [(0.14, True), (0.15, False)])
+def test_prompts_fill_a_rank_only_if_its_answers_show_it(
+    stalled_share: float, is_there: bool
+) -> None:
+    """What a rank is sent per second says as much of our pace as of its own."""
+    rates = replace(RATES, stalled_share=stalled_share)
+
+    assert room(busy(work_share=1.0, rates=rates)) is is_there
 
 
 def test_a_few_requests_are_no_overload() -> None:

@@ -7,12 +7,17 @@ Rules:
    Waits for memory or a slot only ever add, so a low quantile is nearer to the truth than a mean.
 2. First tokens within 2 ms of each other left the engine in one step: they are one sample.
 3. Only samples whose work clearly exceeds the fixed part say anything about the rate; only those
-   with next to no work say anything about the fixed part. Least squares over both is unstable
-   where hits are common.
+   with next to no work say anything about the fixed part. Many tiny prompts of one step say nothing
+   of either: the time since the step before is how fast they came, not how fast they were computed.
+   Least squares over both is unstable where hits are common.
 4. The median of the first nine samples starts a tracker, so one odd first request does not stay.
    A rank with fewer than three samples uses the fleet's rate; a fleet without samples the prior.
 5. Decode step: per rank, a 40 % quantile of (seconds between tokens - growth * others decoding);
    the growth is the fleet's least squares slope, from 0 to a tenth of the step.
+6. How stalled answers are: per rank, the mean of 1 - best / (seconds between tokens), weight 0.1. Best is
+   the fleet's 5 % quantile of seconds between tokens, from the least of the first nine on, and at least
+   5 ms. What a rate says of a rank's time is only as good as the rate: where first tokens come as fast as
+   we or our clients go, any rank looks busy all the time. Only its answers show whether it is.
 
 Cost: a few operations per leg; `rates` is kept until the next sample, once for all ranks that nothing was seen of.
 """
@@ -37,14 +42,19 @@ OUTPUT_WEIGHT = 0.02
 GROWTH_DECAY = 0.99
 MAX_GROWTH_SHARE = 0.1
 DECODE_WEIGHT = 0.1
+BEST_QUANTILE = 0.05
+"""Of seconds per token: so fast are answers that nothing stalls, even in a fleet with much to do."""
+FAST_STEP_S = 0.005
+"""An answer of 200 tokens per second is stalled by nothing worth a word, however fast others were."""
 
 
 class QuantileTracker:
-    """Follows the 40 % quantile of positive samples, whatever their scale."""
+    """Follows a quantile of positive samples, whatever their scale."""
 
-    __slots__ = ("_first", "count", "value")
+    __slots__ = ("_first", "_first_quantile", "_quantile", "count", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, quantile: float = QUANTILE, *, first_quantile: float = 0.5) -> None:
+        self._quantile, self._first_quantile = quantile, first_quantile
         self.count = 0
         self.value = 0.0
         self._first: list[float] = []
@@ -54,11 +64,11 @@ class QuantileTracker:
         self.count += 1
         if self.count <= FIRST_SAMPLES:
             self._first.append(sample)
-            self.value = sorted(self._first)[len(self._first) // 2]
+            self.value = sorted(self._first)[int(len(self._first) * self._first_quantile)]
         elif sample > self.value:
-            self.value *= 1 + TRACKING_STEP * QUANTILE
+            self.value *= 1 + TRACKING_STEP * self._quantile
         else:
-            self.value *= 1 - TRACKING_STEP * (1 - QUANTILE)
+            self.value *= 1 - TRACKING_STEP * (1 - self._quantile)
 
 
 @dataclass(slots=True)
@@ -68,12 +78,16 @@ class _Step:
     start_s: float
     first_s: float
     tokens: int
+    longest_tokens: int
+    """Of its prompts."""
 
 
 @dataclass(slots=True)
 class _RankSpeed:
     prefill: QuantileTracker = field(default_factory=QuantileTracker)
     step: QuantileTracker = field(default_factory=QuantileTracker)
+    stalled_share: float = 0.0
+    """As in `RankRates`."""
     pending: _Step | None = None
     mean_others: float = 0.0
     mean_step_s: float = 0.0
@@ -82,8 +96,15 @@ class _RankSpeed:
 
     def add_decode(self, seconds: float) -> None:
         self.decodes += 1
-        weight = max(DECODE_WEIGHT, 1 / self.decodes)
-        self.decode_s += weight * (seconds - self.decode_s)
+        self.decode_s += self._weight * (seconds - self.decode_s)
+
+    def add_step(self, best_s: float, step_s: float) -> None:
+        share = max(0.0, 1 - best_s / step_s)
+        self.stalled_share += self._weight * (share - self.stalled_share)
+
+    @property
+    def _weight(self) -> float:
+        return max(DECODE_WEIGHT, 1 / self.decodes)
 
 
 class LearnedRates:
@@ -94,6 +115,7 @@ class LearnedRates:
         self._ranks: dict[RankId, _RankSpeed] = {}
         self._fleet_prefill = QuantileTracker()
         self._fleet_step = QuantileTracker()
+        self._best_step = QuantileTracker(BEST_QUANTILE, first_quantile=0.0)
         self._fixed = QuantileTracker()
         self._output_tokens = self._prior.output_tokens
         self._outputs = 0
@@ -146,10 +168,11 @@ class LearnedRates:
         step = speed.pending
         if step is not None and now_s - step.first_s <= SAME_STEP_S:
             step.tokens += tokens
+            step.longest_tokens = max(step.longest_tokens, tokens)
             return
         self.settle(rank, now_s)
         start_s = sent_s if step is None else max(sent_s, step.first_s)
-        speed.pending = _Step(start_s, now_s, tokens)
+        speed.pending = _Step(start_s, now_s, tokens, tokens)
 
     def settle(self, rank: RankId, now_s: float) -> None:
         """Turn the rank's last step into a sample, if nothing can join it any more."""
@@ -159,7 +182,8 @@ class LearnedRates:
             return
         if now_s - step.first_s <= SAME_STEP_S:
             return
-        self._sample_prefill(speed, step.first_s - step.start_s, step.tokens)
+        if step.tokens < MIN_WORK_TOKENS or step.longest_tokens >= MIN_WORK_TOKENS:
+            self._sample_prefill(speed, step.first_s - step.start_s, step.tokens)
         step.tokens = -1  # taken; its time stays as the start of the next one
         self._note_change()
 
@@ -173,6 +197,8 @@ class LearnedRates:
         self._learn_growth(speed, step_s, others)
         alone_s = max(step_s - self._growth(step_s) * others, step_s * MAX_GROWTH_SHARE)
         speed.step.add(alone_s)
+        self._best_step.add(step_s)
+        speed.add_step(max(self._best_step.value, FAST_STEP_S), step_s)
         self._fleet_step.add(alone_s)
         self._note_change()
 
@@ -254,4 +280,5 @@ class LearnedRates:
             step_s_per_request=self._growth(step_s),
             output_tokens=self._output_tokens,
             decode_s=speed.decode_s if speed else 0.0,
+            stalled_share=speed.stalled_share if speed else 0.0,
         )

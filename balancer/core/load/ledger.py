@@ -36,6 +36,8 @@ class RankRates(msgspec.Struct, frozen=True, kw_only=True):
     """Mean length of an answer, over the fleet."""
     decode_s: float = 0.0
     """Mean seconds from first to last token; 0: not known."""
+    stalled_share: float = 0.0
+    """Of the time of the rank's answers lately: what the fleet's fastest would not have taken."""
 
 
 class TransferRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How long the rank has been able to work on that oldest leg."""
     arrivals_per_s: float = 0.0
     work_share: float = 0.0
-    """Prefill seconds sent per second, lately (rho)."""
+    """Prefill seconds sent per second, lately (rho); if rates are right."""
     recent_work_s: float = 0.0
     """Prefill seconds that new prompt tokens took, or would have taken, over the last minutes."""
     active_blocks: int = 0

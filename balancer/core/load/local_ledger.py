@@ -354,14 +354,16 @@ class LocalLedger:
     def _queue(self, leg: BookedLeg, now_s: float) -> None:
         book, work = leg.book, leg.work
         rates = self._learned.prefill_rates(work.rank)
-        work_s = leg.work_s = work.work_s + rates.fixed_s
+        # Tiny prompts share a step, and so its fixed part: it counts up to the work it comes with.
+        leg.work_s = work.work_s + min(rates.fixed_s, work.work_s)
+        leg.alone_s = work.work_s + rates.fixed_s
         wait_s = book.queued_tokens * rates.prefill_s_per_token
-        leg.expected_s = wait_s + work_s
+        leg.expected_s = wait_s + leg.alone_s
         if not work.streamed:
-            heappush(book.due, (now_s + wait_s + work_s, leg.number))
+            heappush(book.due, (now_s + leg.expected_s, leg.number))
         book.queue[leg.number] = leg
         book.queued_tokens += work.uncached_tokens
-        book.count_arrival(now_s, work_s)
+        book.count_arrival(now_s, leg.work_s)
 
     def _settle_due(self, book: RankBook, now_s: float) -> None:
         book.changed()

@@ -45,6 +45,8 @@ class BookedLeg(msgspec.Struct, eq=False):
     """Where its prompts end among the blocks in use."""
     work_s: float = 0.0
     """Prefill seconds it counts for; 0 for a `decode` leg."""
+    alone_s: float = 0.0
+    """To its first token on an idle rank; 0 for a `decode` leg."""
     expected_s: float = 0.0
     """To its first token, by the prompts before it and its own."""
     promises: Sequence[Promise] = ()
@@ -147,7 +149,7 @@ class RankBook:
         ended, has waited for a seat: then as many run as there are seats. More that run show more.
         """
         waited_s = now_s - leg.booked_s
-        own_s = leg.work_s + 2 * step_s
+        own_s = leg.alone_s + 2 * step_s
         took_a_seat = now_s - self.freed_s <= own_s
         if took_a_seat and waited_s > max(LEAST_SEAT_WAIT_S, FAR_TOO_LONG * leg.expected_s):
             self.seat_waits += 1

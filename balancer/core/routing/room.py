@@ -4,6 +4,9 @@ A rank is full when a new prompt would wait for longer than promised, when promp
 time that those it decodes for are slowed more than promised, or when its KV memory is nearly taken: an
 engine without memory queues although it has no prompts to compute. A rank with few requests is never
 full, and no figure but the number of requests counts before rates are learned.
+
+What prompts take of its time is a sum of expectations. Where a rank computes whatever comes as fast as it
+comes, that sum says that it is busy all the time, so it counts only where answers are slowed indeed.
 """
 
 import msgspec
@@ -11,6 +14,10 @@ import msgspec
 from balancer.core.load.ledger import RankLoad
 from balancer.core.routing.terms import queued_s
 from balancer.core.settings.admission import AdmissionSettings
+
+SLOWED = 0.15
+"""Of the time of its answers: a rank whose answers lose less to prompts has time for more, whatever sums
+say. Prompts that take two thirds of its time take two thirds of theirs."""
 
 
 class RankLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -40,9 +47,17 @@ def has_room(rank: RankState, limits: RankLimits) -> bool:
         return True
     if queued_s(load) >= settings.promise_s:
         return False
-    if rank.decodes and settings.prefill_share < 1 and load.work_share >= settings.prefill_share:
+    if rank.decodes and _stalls_answers(load, settings):
         return False
     return not _memory_is_taken(rank, settings)
+
+
+def _stalls_answers(load: RankLoad, settings: AdmissionSettings) -> bool:
+    return (
+        settings.prefill_share < 1
+        and load.work_share >= settings.prefill_share
+        and load.rates.stalled_share >= SLOWED
+    )
 
 
 def _memory_is_taken(rank: RankState, settings: AdmissionSettings) -> bool:

@@ -32,8 +32,8 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """How long a prompt may wait before it is computed. A rank with so much prefill before a new one
     gets no more, and a line that stands is left after half of it. 0: engines queue without a bound."""
     prefill_share: Share = 0.65
-    """Share of its time that a rank which decodes may spend on prompts, lately: at two thirds its
-    answers are three times as slow as on an idle engine. 1: any."""
+    """Share of its time that a rank which decodes may spend on prompts, lately, if its answers show it:
+    at two thirds they are three times as slow as on an idle engine. 1: any."""
     memory_share: Share = 0.9
     """Share of a rank's KV memory that prompts and answers in flight may fill, where its size is
     known. 1: any."""
