@@ -139,6 +139,8 @@ def _check(
     make: "MakeGeneration",
 ) -> "Generation":
     check_generation(body)
+    if engine.settings.force_include_usage and body.stream:
+        body.stream_options = {"include_usage": True, "continuous_usage_stats": True}
     served, adapter, adapter_id = engine.find_adapter(body.model)
     context_tokens = engine.settings.context_tokens
     if isinstance(body, ChatBody):
@@ -341,6 +343,8 @@ class ChunkGeneration(Generation):
         for choice in self._choices:
             opening = self._answer.render_opening(choice)
             if opening is not None:
+                if self._body.repeats_usage:
+                    opening["usage"] = self._answer.render_usage([choice])["usage"]
                 await self._exchange.send_event(opening)
         is_complete = await self._stream_tokens()
         if is_complete and self._body.includes_usage:

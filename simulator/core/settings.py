@@ -87,6 +87,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Without it nothing is looked up, and there is nothing to publish."""
     prompt_tokens_details: bool = True
     """`--enable-prompt-tokens-details`: answers say how many tokens were cached."""
+    force_include_usage: bool = False
+    """`--enable-force-include-usage`: every event of a stream tells usage, and so does one at its end."""
     hash_algorithm: Literal["sha256", "xxhash"] = "sha256"
     """Only its name and its seed: xxhash is random per process in every release unless fixed."""
     kv_offloading: bool = False

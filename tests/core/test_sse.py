@@ -111,6 +111,17 @@ def test_usage_with_choices_is_not_withheld() -> None:
     assert reader.usage.prompt_tokens == 5
 
 
+def test_usage_that_engines_tell_unasked_passes() -> None:
+    """Those with `--enable-force-include-usage` tell it on every event; nobody asks for that."""
+    each = b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
+
+    passed, reader = read(each, each, USAGE, DONE)
+
+    assert passed == each + each + USAGE + DONE
+    assert reader.usage is not None
+    assert reader.usage.completion_tokens == 2
+
+
 def test_last_usage_counts() -> None:
     """Usage on every chunk is a running total."""
     running = b'data: {"choices":[{}],"usage":{"completion_tokens":1}}\n\n'

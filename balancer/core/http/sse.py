@@ -5,7 +5,9 @@ Rules:
 1. Whole events pass as they came; an event in pieces is kept until it is complete, so a cut
    stream never ends for the client in half an event. Events over 64 KiB are not kept (nor read).
 2. With `withhold_usage` the usage chunk that *we* asked for is left out: an event with `usage`
-   and without choices, just before `[DONE]` or the end. Anywhere else it is the engine's own.
+   and without choices, just before `[DONE]` or the end. Anywhere else it is the engine's own. So it is
+   if an event with choices told usage, too: that is never asked for (`core.http.rewrite`), and engines
+   that tell it unasked (`--enable-force-include-usage`) do so on every event.
 3. Usage is the last one seen. Nothing but `[DONE]` is the end: not a finish_reason, not usage.
 4. Lines end in LF, CRLF or CR, in any mixture and cut anywhere; comments pass.
 5. A chat stream's opening (a role, and nothing said yet) is no token: engines may send it before
@@ -172,7 +174,9 @@ class SseReader:
         if usage is None:
             return False
         self.usage = usage
-        return _NO_CHOICES.fullmatch(bytes(head.choices).strip()) is not None
+        is_chunk = _NO_CHOICES.fullmatch(bytes(head.choices).strip()) is not None
+        self._withholds = self._withholds and is_chunk
+        return is_chunk
 
 
 def is_opening(data: bytes) -> bool:

@@ -17,6 +17,7 @@ CLIENT_GROUPS = (
     "plain",
     "several",
     "invocations",
+    "forced-usage",
     "scale-out",
     "scale-out-off",
     "pooling",
@@ -24,6 +25,10 @@ CLIENT_GROUPS = (
     "unknown-model",
     "unknown-response",
 )
+FLAGS: dict[str, dict[str, bool]] = {
+    "scale-out": {"scale_out": True, "tokenizer_info": True},
+    "forced-usage": {"force_include_usage": True},
+}
 SERVES = {"pooling": "pooling", "speech": "transcription"}
 
 
@@ -31,8 +36,7 @@ SERVES = {"pooling": "pooling", "speech": "transcription"}
 async def both(balancer_factory: Any, kind: str) -> AsyncIterator[tuple[str, str]]:
     """An engine's address, and kvlb's in front of it."""
     settings: Any = {"serves": SERVES.get(kind, "generate")}
-    if kind == "scale-out":
-        settings |= {"scale_out": True, "tokenizer_info": True}
+    settings |= FLAGS.get(kind, {})
     engine = EngineSettings(responses_store=True, inter_token_ms=0, **settings)
     async with running_fleet(FleetSpec.parse("1"), engine=engine) as fleet:
         url = fleet.engines[0].url
