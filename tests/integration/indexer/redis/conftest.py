@@ -1,15 +1,21 @@
-"""An index in Redis, and the wait for what it comes to say."""
+"""An engine, an indexer that follows it, and the index in Redis that it writes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import pytest
 
+from indexer.config import InstanceSource
 from indexer.core.index import IndexUnavailableError
+from indexer.core.types import InstanceId, RankId
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
+from indexer.service import IndexerService
+
+R0 = RankId(InstanceId("http://e0:8000"), 0)
 
 Opening = Callable[[RedisSettings], AbstractAsyncContextManager[RedisIndex]]
 
@@ -25,6 +31,45 @@ def opening() -> Opening:
             yield index
         finally:
             await index.aclose()
+
+    return run
+
+
+Following = Callable[..., AbstractAsyncContextManager[tuple[RedisIndex, IndexerService]]]
+
+
+@pytest.fixture
+def following(opening: Opening, indexing: Any, source: Callable[..., InstanceSource]) -> Following:
+    """Run an indexer of an engine, over an index of its own."""
+
+    @asynccontextmanager
+    async def run(
+        engine: Any, settings: RedisSettings, **more: Any
+    ) -> AsyncIterator[tuple[RedisIndex, IndexerService]]:
+        async with (
+            opening(settings) as index,
+            indexing(source(engine, **more), index=index) as (service, _),
+        ):
+            yield index, service
+
+    return run
+
+
+@pytest.fixture
+def writing(
+    publishing: Any, following: Following, stored: Callable[..., dict[str, Any]]
+) -> Callable[[RedisSettings], AbstractAsyncContextManager[tuple[Any, RedisIndex, IndexerService]]]:
+    """Run an engine that has published two blocks, and an indexer that has taken them in."""
+
+    @asynccontextmanager
+    async def run(
+        settings: RedisSettings,
+    ) -> AsyncIterator[tuple[Any, RedisIndex, IndexerService]]:
+        async with publishing() as engine, following(engine, settings) as (index, service):
+            await engine.subscribed()
+            engine.publish(stored(1, 2))
+            await service.caught_up(R0, 0)
+            yield engine, index, service
 
     return run
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import IndexUnavailableError, Prompt
 from indexer.core.types import InstanceId, RankId, Trust
@@ -15,7 +14,6 @@ from indexer.redis_index.settings import RedisSettings
 
 Event = Callable[..., dict[str, Any]]
 Held = Callable[..., Awaitable[int | None]]
-Source = Callable[..., InstanceSource]
 
 BLOCK_SIZE = 4
 E0 = "http://e0:8000"
@@ -26,27 +24,12 @@ Opening = Callable[[RedisSettings], AbstractAsyncContextManager[RedisIndex]]
 
 
 async def test_x1_redis_back_empty_is_written_anew(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    own_redis: Any,
-    becomes: Any,
-    stored: Event,
-    removed: Event,
-    held: Held,
-    source: Source,
+    writing: Any, own_redis: Any, becomes: Any, stored: Event, removed: Event, held: Held
 ) -> None:
     """What was published while it was gone is there too, without any new event."""
     server = own_redis()
     server.start()
-    async with (
-        publishing() as engine,
-        opening(server.settings(heartbeat_s=0.05)) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(server.settings(heartbeat_s=0.05)) as (engine, index, service):
         server.stop()
         engine.publish(stored(3, parent=2, first=2))
         status = await service.caught_up(R0, 1)
@@ -64,25 +47,12 @@ async def test_x1_redis_back_empty_is_written_anew(
 
 
 async def test_x1_idle_rank_notices_an_emptied_redis(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    own_redis: Any,
-    becomes: Any,
-    stored: Event,
-    source: Source,
+    writing: Any, own_redis: Any, becomes: Any
 ) -> None:
     """Emptied between two heartbeats, with no event of the rank before or after."""
     server = own_redis()
     server.start()
-    async with (
-        publishing() as engine,
-        opening(server.settings(heartbeat_s=0.05)) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(server.settings(heartbeat_s=0.05)) as (_, index, service):
         server.command("FLUSHALL")
         await becomes(index, 2)
         status = service.rank_status(R0)
@@ -91,31 +61,17 @@ async def test_x1_idle_rank_notices_an_emptied_redis(
 
 
 async def test_x1_slow_redis_costs_the_index_not_the_stream(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    own_redis: Any,
-    becomes: Any,
-    stored: Event,
-    held: Held,
-    source: Source,
+    writing: Any, own_redis: Any, becomes: Any, stored: Event, held: Held
 ) -> None:
     """It hangs: batches are taken in all the same, and written when it is back."""
     server = own_redis()
     server.start()
     settings = server.settings(heartbeat_s=0.05, write_timeout_s=0.2, read_timeout_s=0.1)
-    async with (
-        publishing() as engine,
-        opening(settings) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1))
-        await service.caught_up(R0, 0)
+    async with writing(settings) as (engine, index, service):
         server.pause()
-        for number in range(1, 30):
+        for number in range(2, 30):
             engine.publish(stored(number + 1, parent=number, first=number))
-        status = await service.caught_up(R0, 29)
+        status = await service.caught_up(R0, 28)
         with pytest.raises(IndexUnavailableError):
             await held(index)
         server.resume()
@@ -125,49 +81,22 @@ async def test_x1_slow_redis_costs_the_index_not_the_stream(
 
 
 async def test_x1_redis_that_starts_later_is_filled(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    own_redis: Any,
-    becomes: Any,
-    stored: Event,
-    source: Source,
+    writing: Any, own_redis: Any, becomes: Any
 ) -> None:
     """An indexer may be up before its Redis."""
     server = own_redis()
-    async with (
-        publishing() as engine,
-        opening(server.settings(heartbeat_s=0.05)) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(server.settings(heartbeat_s=0.05)) as (_, index, _):
         server.start()
         await becomes(index, 2)
 
 
 async def test_x1_read_only_redis_is_written_when_it_may_be(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    own_redis: Any,
-    becomes: Any,
-    stored: Event,
-    held: Held,
-    source: Source,
+    writing: Any, own_redis: Any, becomes: Any, stored: Event, held: Held
 ) -> None:
     """It became somebody's replica, and is promoted again; lookups go on meanwhile."""
     server = own_redis()
     server.start()
-    async with (
-        publishing() as engine,
-        opening(server.settings(heartbeat_s=0.05)) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(server.settings(heartbeat_s=0.05)) as (engine, index, service):
         server.command("REPLICAOF", "127.0.0.1", "1")
         engine.publish(stored(3, parent=2, first=2))
         status = await service.caught_up(R0, 1)
@@ -184,25 +113,12 @@ async def test_x1_read_only_redis_is_written_when_it_may_be(
 
 
 async def test_x1_full_redis_drops_what_is_out_of_date(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    own_redis: Any,
-    becomes: Any,
-    stored: Event,
-    source: Source,
+    writing: Any, own_redis: Any, becomes: Any, stored: Event
 ) -> None:
     """A rank that can't be written any more gives no credit until there is room."""
     server = own_redis("--maxmemory-policy", "noeviction")
     server.start()
-    async with (
-        publishing() as engine,
-        opening(server.settings(heartbeat_s=0.05)) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(server.settings(heartbeat_s=0.05)) as (engine, index, service):
         server.command("CONFIG", "SET", "maxmemory", "1")
         engine.publish(stored(3, parent=2, first=2))
         status = await service.caught_up(R0, 1)
@@ -235,22 +151,13 @@ async def test_x1_wrong_password_is_an_outage_that_names_no_secret(
 
 
 async def test_dead_indexers_rank_leaves_with_its_lease(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    becomes: Any,
-    stored: Event,
-    held: Held,
-    source: Source,
+    writing: Any, opening: Opening, redis_server: Any, becomes: Any, held: Held
 ) -> None:
     """Nobody renews it."""
     settings = redis_server.settings(heartbeat_s=0.05, lease_s=2.0)
-    async with publishing() as engine, opening(settings) as index:
-        async with indexing(source(engine), index=index) as (service, _):
-            await engine.subscribed()
-            engine.publish(stored(1, 2))
-            await service.caught_up(R0, 0)
+    async with opening(settings) as index:
+        async with writing(settings):
+            pass
         assert await held(index) == 2
         await becomes(index, None)
 
@@ -259,24 +166,11 @@ async def test_dead_indexers_rank_leaves_with_its_lease(
 
 
 async def test_rank_that_left_the_fleet_leaves_redis(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    becomes: Any,
-    stored: Event,
-    source: Source,
+    writing: Any, redis_server: Any, becomes: Any
 ) -> None:
     """Not one of its keys stays."""
     settings = redis_server.settings()
-    async with (
-        publishing() as engine,
-        opening(settings) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(settings) as (_, index, service):
         service.set_sources(())
         await becomes(index, None)
 

@@ -3,29 +3,22 @@
 import gzip
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 from indexer.core.rank_status import RankStatus
 from indexer.core.types import InstanceId, RankId, Trust
-from indexer.redis_index.redis_index import RedisIndex
-from indexer.redis_index.settings import RedisSettings
 
 Event = Callable[..., dict[str, Any]]
 Held = Callable[..., Awaitable[int | None]]
-Source = Callable[..., InstanceSource]
 
 CAPTURES = Path(__file__).parents[3] / "captures"
 
 E0 = "http://e0:8000"
 R0 = RankId(InstanceId(E0), 0)
-
-Opening = Callable[[RedisSettings], AbstractAsyncContextManager[RedisIndex]]
 
 
 def frames_of(capture: str) -> Iterator[bytes]:
@@ -47,7 +40,7 @@ def prompts_of(capture: str) -> list[Prompt]:
 
 
 async def test_restarted_indexer_knows_what_the_old_one_knew(
-    publishing: Any, indexing: Any, opening: Opening, redis_server: Any, source: Source
+    following: Any, publishing: Any, redis_server: Any
 ) -> None:
     """A hundred recorded prompts of a hybrid model: the same overlaps, with no traffic between."""
     settings = redis_server.settings()
@@ -59,10 +52,7 @@ async def test_restarted_indexer_knows_what_the_old_one_knew(
             engine.publish_payload(payload, drop=True)
         last = engine.next_seq - 1
         for _ in range(2):
-            async with (
-                opening(settings) as index,
-                indexing(source(engine), index=index) as (service, _),
-            ):
+            async with following(engine, settings) as (index, service):
                 statuses.append(await service.caught_up(R0, last))
                 answers.append(
                     [
@@ -79,32 +69,19 @@ async def test_restarted_indexer_knows_what_the_old_one_knew(
 
 
 async def test_resumed_rank_goes_on_in_its_epoch(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    stored: Event,
-    removed: Event,
-    held: Held,
-    source: Source,
+    following: Any, publishing: Any, redis_server: Any, stored: Event, removed: Event, held: Held
 ) -> None:
     """What was published meanwhile comes by replay; copies and parents are as they were."""
     settings = redis_server.settings()
     async with publishing() as engine:
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             await engine.subscribed()
             engine.publish(stored(1, 2))
             engine.publish(stored(1, 2))
             before = await service.caught_up(R0, 1)
         engine.publish(removed(2))
         engine.publish(stored(3, parent=2, first=2))
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             after = await service.caught_up(R0, 3)
             assert await held(index) == 3
             engine.publish(removed(2))
@@ -116,21 +93,12 @@ async def test_resumed_rank_goes_on_in_its_epoch(
 
 
 async def test_resumed_rank_of_a_restarted_engine_begins_anew(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    stored: Event,
-    held: Held,
-    source: Source,
+    following: Any, publishing: Any, redis_server: Any, stored: Event, held: Held
 ) -> None:
     """Replay contradicts what was kept: nothing of it counts."""
     settings = redis_server.settings()
     async with publishing() as engine:
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             await engine.subscribed()
             engine.publish(stored(1, 2, 3))
             # What nobody may believe yet isn't gone on with.
@@ -139,10 +107,7 @@ async def test_resumed_rank_of_a_restarted_engine_begins_anew(
             )
         await engine.restart()
         engine.publish(stored(1), drop=True)
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             after = await service.until(
                 R0, lambda now: now.epoch_reason == "resume_contradicted" and now.last_seq == 0
             )
@@ -152,28 +117,16 @@ async def test_resumed_rank_of_a_restarted_engine_begins_anew(
 
 
 async def test_resumed_rank_that_nothing_vouches_for_is_degraded(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    stored: Event,
-    held: Held,
-    source: Source,
+    following: Any, publishing: Any, redis_server: Any, stored: Event, held: Held
 ) -> None:
     """An engine without a replay endpoint: it keeps its blocks, and says so."""
     settings = redis_server.settings()
     async with publishing() as engine:
-        async with (
-            opening(settings) as index,
-            indexing(source(engine, replay=False), index=index) as (service, _),
-        ):
+        async with following(engine, settings, replay=False) as (index, service):
             await engine.subscribed()
             engine.publish(stored(1, 2))
             await service.caught_up(R0, 0)
-        async with (
-            opening(settings) as index,
-            indexing(source(engine, replay=False), index=index) as (service, _),
-        ):
+        async with following(engine, settings, replay=False) as (index, service):
             status = await service.until(R0, lambda now: now.trust is Trust.DEGRADED)
             assert await held(index) == 2
 
@@ -181,17 +134,14 @@ async def test_resumed_rank_that_nothing_vouches_for_is_degraded(
 
 
 async def test_epoch_that_opened_after_a_restart_is_newer(
-    publishing: Any, indexing: Any, opening: Opening, redis_server: Any, source: Source
+    following: Any, publishing: Any, redis_server: Any
 ) -> None:
     """An engine whose events nobody had seen yet: nothing to resume, no stale epoch."""
     settings = redis_server.settings()
     async with publishing() as engine:
         statuses = []
         for _ in range(2):
-            async with (
-                opening(settings) as index,
-                indexing(source(engine), index=index) as (service, _),
-            ):
+            async with following(engine, settings) as (_, service):
                 statuses.append(await service.until(R0, lambda now: now.trust is Trust.EXACT))
 
     assert statuses[1].epoch > statuses[0].epoch

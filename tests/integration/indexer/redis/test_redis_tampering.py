@@ -1,24 +1,17 @@
 """Somebody else writes keys of ours: what can't be ours is lost, counted, and written anew."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
-from indexer.config import InstanceSource
 from indexer.core.types import InstanceId, RankId, Trust
-from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
 
 Event = Callable[..., dict[str, Any]]
 Held = Callable[..., Awaitable[int | None]]
-Source = Callable[..., InstanceSource]
 
 R0 = RankId(InstanceId("http://e0:8000"), 0)
-
-Opening = Callable[[RedisSettings], AbstractAsyncContextManager[RedisIndex]]
 
 
 def key_of(server: Any, settings: RedisSettings, end: str) -> str:
@@ -26,14 +19,6 @@ def key_of(server: Any, settings: RedisSettings, end: str) -> str:
     found: str = server.command("--scan", "--pattern", f"{settings.prefix}:1:*:{end}")
     (name,) = found.split()
     return name
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if is_so():
-                return
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -49,33 +34,25 @@ async def until(is_so: Callable[[], bool]) -> None:
     ],
 )
 async def test_state_that_reads_as_nobodys_is_lost(
+    following: Any,
     publishing: Any,
-    indexing: Any,
-    opening: Opening,
     redis_server: Any,
     stored: Event,
     held: Held,
-    source: Source,
     field: str,
     value: str,
 ) -> None:
     """The next indexer begins the rank anew, says so, and the old entries give no credit."""
     settings = redis_server.settings(heartbeat_s=0.05)
     async with publishing() as engine:
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             await engine.subscribed()
             engine.publish(stored(1, 2))
             engine.publish(stored(3, parent=2, first=2))
             before = await service.caught_up(R0, 1)
         engine.ring = engine.ring[:1]  # that the third block was dropped meanwhile nobody tells
         redis_server.command("HSET", key_of(redis_server, settings, "state"), field, value)
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             after = await service.caught_up(R0, 0)
             assert await held(index) == 2
 
@@ -97,33 +74,24 @@ async def test_state_that_reads_as_nobodys_is_lost(
     ],
 )
 async def test_key_of_another_type_is_replaced(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
+    eventually: Any,
+    writing: Any,
     redis_server: Any,
     becomes: Any,
     stored: Event,
-    source: Source,
     end: str,
     kind: str,
 ) -> None:
     """Every command on it fails until it is gone: nobody has to delete it."""
     settings = redis_server.settings(heartbeat_s=0.05)
-    async with (
-        publishing() as engine,
-        opening(settings) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(settings) as (engine, index, service):
         name = key_of(redis_server, settings, end)
         redis_server.command("DEL", name)
         redis_server.command("LPUSH", name, "x")
 
         engine.publish(stored(3, parent=2, first=2))
 
-        await until(lambda: redis_server.command("TYPE", name).strip() == kind)
+        await eventually(lambda: redis_server.command("TYPE", name).strip() == kind)
         await becomes(index, 3)
         status = service.rank_status(R0)
         assert status.counts.index_faults["lost"] >= 1
@@ -131,24 +99,11 @@ async def test_key_of_another_type_is_replaced(
 
 
 async def test_generation_that_is_no_number_is_another_generation(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    becomes: Any,
-    stored: Event,
-    source: Source,
+    eventually: Any, writing: Any, redis_server: Any, becomes: Any
 ) -> None:
     """What bumps it goes on from the clock."""
     settings = redis_server.settings(heartbeat_s=0.05)
-    async with (
-        publishing() as engine,
-        opening(settings) as index,
-        indexing(source(engine), index=index) as (service, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await service.caught_up(R0, 0)
+    async with writing(settings) as (engine, index, service):
         name = key_of(redis_server, settings, "gen")
         redis_server.command("SET", name, "x")
 
@@ -164,38 +119,25 @@ async def test_generation_that_is_no_number_is_another_generation(
         )
 
         await becomes(index, 2)
-        await until(lambda: redis_server.command("GET", name).strip().isdigit())
+        await eventually(lambda: redis_server.command("GET", name).strip().isdigit())
         assert service.rank_status(R0).counts.index_faults == {}
 
 
 @pytest.mark.parametrize("end", ["ranks", "life", "state"])
 async def test_key_of_another_type_is_replaced_by_the_next_indexer(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    stored: Event,
-    held: Held,
-    source: Source,
-    end: str,
+    following: Any, publishing: Any, redis_server: Any, stored: Event, held: Held, end: str
 ) -> None:
     """It was written while no indexer ran."""
     settings = redis_server.settings(heartbeat_s=0.05)
     async with publishing() as engine:
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             await engine.subscribed()
             engine.publish(stored(1, 2))
             await service.caught_up(R0, 0)
         name = key_of(redis_server, settings, end)
         redis_server.command("DEL", name)
         redis_server.command("LPUSH", name, "x")
-        async with (
-            opening(settings) as index,
-            indexing(source(engine), index=index) as (service, _),
-        ):
+        async with following(engine, settings) as (index, service):
             status = await service.caught_up(R0, 0)
             assert await held(index) == 2
 

@@ -27,28 +27,13 @@ Opening = Callable[[RedisSettings], AbstractAsyncContextManager[RedisIndex]]
 
 
 async def test_later_of_two_indexers_writes_and_the_earlier_says_so(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    stored: Event,
-    removed: Event,
-    held: Held,
-    source: Source,
+    following: Any, writing: Any, redis_server: Any, stored: Event, removed: Event, held: Held
 ) -> None:
     """Nothing is counted twice: one removal takes the block."""
     settings = redis_server.settings(heartbeat_s=0.05)
-    async with (
-        publishing() as engine,
-        opening(settings) as first,
-        opening(settings) as second,
-        indexing(source(engine), index=first) as (early, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await early.caught_up(R0, 0)
+    async with writing(settings) as (engine, _, early):
         with capture_logs() as logs:
-            async with indexing(source(engine), index=second) as (late, _):
+            async with following(engine, settings) as (second, late):
                 await late.caught_up(R0, 0)
                 refused = await early.until(R0, lambda now: now.problem is not None)
                 engine.publish(stored(3, parent=2, first=2))
@@ -62,26 +47,12 @@ async def test_later_of_two_indexers_writes_and_the_earlier_says_so(
 
 
 async def test_earlier_indexer_takes_a_rank_back_when_the_later_is_gone(
-    publishing: Any,
-    indexing: Any,
-    opening: Opening,
-    redis_server: Any,
-    stored: Event,
-    held: Held,
-    source: Source,
+    following: Any, writing: Any, redis_server: Any, held: Held
 ) -> None:
     """Its lease ends, and the one that stood back goes on."""
     settings = redis_server.settings(heartbeat_s=0.05, lease_s=2.0)
-    async with (
-        publishing() as engine,
-        opening(settings) as first,
-        opening(settings) as second,
-        indexing(source(engine), index=first) as (early, _),
-    ):
-        await engine.subscribed()
-        engine.publish(stored(1, 2))
-        await early.caught_up(R0, 0)
-        async with indexing(source(engine), index=second) as (late, _):
+    async with writing(settings) as (engine, first, early):
+        async with following(engine, settings) as (_, late):
             await late.caught_up(R0, 0)
             await early.until(R0, lambda now: now.problem is not None)
         await early.until(R0, lambda now: now.problem is None and now.last_seq == 0)
