@@ -1,6 +1,7 @@
 """What an engine lists and publishes, and what the indexer makes of it."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -46,6 +47,33 @@ def published() -> Callable[..., dict[str, Any]]:
         }
 
     return entry
+
+
+@pytest.fixture
+def followed(
+    engine_http: Any,
+    publishing: Any,
+    indexing: Any,
+    published: Callable[..., dict[str, Any]],
+) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Any, Any, BlockIndex]]]:
+    """Run an engine, its one rank's publisher, the indexer that finds both, and its index.
+
+    `events` were published before; `described` is what the indexer is told beside the address.
+    """
+
+    @asynccontextmanager
+    async def run(
+        *events: Any, index: BlockIndex | None = None, **described: Any
+    ) -> AsyncIterator[tuple[Any, Any, Any, BlockIndex]]:
+        async with engine_http() as engine, publishing() as publisher:
+            engine.sources = {"0": published(publisher)}
+            if events:
+                publisher.publish(*events)
+            source = InstanceSource(url=engine.url, **described)
+            async with indexing(source, index=index) as (service, used):
+                yield engine, publisher, service, used
+
+    return run
 
 
 @pytest.fixture

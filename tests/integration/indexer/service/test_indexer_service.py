@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from indexer.memory_index import MemoryIndex
 from indexer.service import IndexerService
 from indexer.status import IndexerCollector, indexer_status_app
 
+Followed = Callable[..., AbstractAsyncContextManager[Any]]
 Stored = Callable[..., dict[str, Any]]
 Published = Callable[..., dict[str, Any]]
 RankOf = Callable[..., RankId]
@@ -53,27 +55,18 @@ async def test_engine_that_comes_up_later_is_found(
 
 
 async def test_another_model_at_the_same_address_inherits_nothing(
-    engine_http: Any,
-    publishing: Any,
-    indexing: Any,
-    stored: Stored,
-    published: Published,
-    rank_of: RankOf,
-    held: Held,
+    followed: Followed, stored: Stored, rank_of: RankOf, held: Held
 ) -> None:
     """F56: rows of the old model are gone, the stream begins anew under the new name."""
-    async with engine_http() as engine, publishing() as publisher:
-        engine.sources = {"0": published(publisher)}
-        publisher.publish(stored(1))
-        async with indexing(InstanceSource(url=engine.url)) as (service, index):
-            rank = rank_of(engine)
-            await service.caught_up(rank, 0)
+    async with followed(stored(1)) as (engine, _, service, index):
+        rank = rank_of(engine)
+        await service.caught_up(rank, 0)
 
-            engine.model = "other"
-            await service.until(rank, lambda now: now.model == "other" and now.last_seq == 0)
+        engine.model = "other"
+        await service.until(rank, lambda now: now.model == "other" and now.last_seq == 0)
 
-            assert await held(index, rank) is None
-            assert await held(index, rank, "other") == 1
+        assert await held(index, rank) is None
+        assert await held(index, rank, "other") == 1
 
 
 async def test_rank_that_is_no_longer_published_is_forgotten(
@@ -112,158 +105,111 @@ class ForgetfulIndex(MemoryIndex):
 
 
 async def test_engine_whose_discovery_fails_begins_anew(
-    engine_http: Any,
-    publishing: Any,
-    indexing: Any,
-    stored: Stored,
-    published: Published,
-    rank_of: RankOf,
-    held: Held,
+    followed: Followed, stored: Stored, rank_of: RankOf, held: Held
 ) -> None:
     """A bug costs that engine a second."""
-    async with engine_http() as engine, publishing() as publisher:
-        engine.sources = {"0": published(publisher)}
-        publisher.publish(stored(1))
-        index = ForgetfulIndex()
-        async with indexing(InstanceSource(url=engine.url), index=index) as (service, _):
-            rank = rank_of(engine)
-            await service.caught_up(rank, 0)
+    async with followed(stored(1), index=ForgetfulIndex()) as (engine, _, service, index):
+        rank = rank_of(engine)
+        await service.caught_up(rank, 0)
 
-            engine.model = "other"
-            await service.until(rank, lambda now: now.model == "other" and now.last_seq == 0)
+        engine.model = "other"
+        await service.until(rank, lambda now: now.model == "other" and now.last_seq == 0)
 
-            assert await held(index, rank, "other") == 1
+        assert await held(index, rank, "other") == 1
 
 
 async def test_engine_that_leaves_takes_its_series_along(
-    engine_http: Any,
-    publishing: Any,
-    indexing: Any,
-    eventually: Any,
-    stored: Stored,
-    published: Published,
-    rank_of: RankOf,
-    held: Held,
+    followed: Followed, eventually: Any, stored: Stored, rank_of: RankOf, held: Held
 ) -> None:
     """F58: metrics are bounded by the present fleet."""
-    async with engine_http() as engine, publishing() as publisher:
-        engine.sources = {"0": published(publisher)}
-        publisher.publish(stored(1, 2), {"type": "NewInSomeRelease"})
-        async with indexing(InstanceSource(url=engine.url, alias="gpu-0")) as (service, index):
-            registry = CollectorRegistry()
-            registry.register(IndexerCollector(service))
-            await service.caught_up(rank_of(engine), 0)
-            await service.until(rank_of(engine), lambda now: now.trust is Trust.EXACT)
-            await service.measure()
-            lines = generate_latest(registry).decode().splitlines()
+    unknown = {"type": "NewInSomeRelease"}
+    async with followed(stored(1, 2), unknown, alias="gpu-0") as (engine, _, service, index):
+        registry = CollectorRegistry()
+        registry.register(IndexerCollector(service))
+        await service.caught_up(rank_of(engine), 0)
+        await service.until(rank_of(engine), lambda now: now.trust is Trust.EXACT)
+        await service.measure()
+        lines = generate_latest(registry).decode().splitlines()
 
-            labels = '{instance="gpu-0",rank="0"'
-            assert f"kvlb_events_applied_total{labels}}} 1.0" in lines
-            assert f'kvlb_events_rejected_total{labels},reason="unknown_event"}} 1.0' in lines
-            assert f'kvlb_rank_trust{labels},trust="exact"}} 1.0' in lines
-            assert f'kvlb_epochs_total{labels},reason="started"}} 1.0' in lines
-            assert f"kvlb_index_rank_entries{labels}}} 2.0" in lines
+        labels = '{instance="gpu-0",rank="0"'
+        assert f"kvlb_events_applied_total{labels}}} 1.0" in lines
+        assert f'kvlb_events_rejected_total{labels},reason="unknown_event"}} 1.0' in lines
+        assert f'kvlb_rank_trust{labels},trust="exact"}} 1.0' in lines
+        assert f'kvlb_epochs_total{labels},reason="started"}} 1.0' in lines
+        assert f"kvlb_index_rank_entries{labels}}} 2.0" in lines
 
-            service.set_sources([])
-            await eventually(lambda: not service.instances())
-            await service.measure()
-            text = generate_latest(registry).decode()
+        service.set_sources([])
+        await eventually(lambda: not service.instances())
+        await service.measure()
+        text = generate_latest(registry).decode()
 
-            assert "gpu-0" not in text
-            assert "kvlb_index_entries 0.0" in text.splitlines()
-            assert await held(index, rank_of(engine)) is None
+        assert "gpu-0" not in text
+        assert "kvlb_index_entries 0.0" in text.splitlines()
+        assert await held(index, rank_of(engine)) is None
 
 
-async def test_status_app_answers(
-    engine_http: Any,
-    publishing: Any,
-    indexing: Any,
-    eventually: Any,
-    stored: Stored,
-    published: Published,
-    rank_of: RankOf,
-) -> None:
+async def test_status_app_answers(followed: Followed, stored: Stored, rank_of: RankOf) -> None:
     """Health, readiness, metrics and the whole state."""
-    async with engine_http() as engine, publishing() as publisher:
-        engine.sources = {"0": published(publisher)}
-        publisher.publish(stored(1))
-        async with indexing(InstanceSource(url=engine.url)) as (service, _):
-            registry = CollectorRegistry()
-            registry.register(IndexerCollector(service))
-            app = indexer_status_app(service, registry)
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://i") as client:
-                unready = (await client.get("/ready")).status_code
-                await service.caught_up(rank_of(engine), 0)
-                ready = (await client.get("/ready")).status_code
-                status = msgspec.json.decode((await client.get("/status")).content)
-                metrics = await client.get("/metrics")
+    async with followed(stored(1)) as (engine, _, service, _):
+        registry = CollectorRegistry()
+        registry.register(IndexerCollector(service))
+        app = indexer_status_app(service, registry)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://i") as client:
+            unready = (await client.get("/ready")).status_code
+            await service.caught_up(rank_of(engine), 0)
+            ready = (await client.get("/ready")).status_code
+            status = msgspec.json.decode((await client.get("/status")).content)
+            metrics = await client.get("/metrics")
 
-                assert (await client.get("/health")).json() == {"status": "ok"}
-                assert (unready, ready) == (503, 200)
-                assert status["ranks"][0]["last_seq"] == 0
-                assert status["ranks"][0]["block_sizes"] == {"0": 16}
-                assert status["instances"][0]["state"] == "following"
-                assert "kvlb_index_entries 1.0" in metrics.text.splitlines()
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (unready, ready) == (503, 200)
+            assert status["ranks"][0]["last_seq"] == 0
+            assert status["ranks"][0]["block_sizes"] == {"0": 16}
+            assert status["instances"][0]["state"] == "following"
+            assert "kvlb_index_entries 1.0" in metrics.text.splitlines()
 
 
 async def test_new_key_does_not_start_an_instance_anew(
-    engine_http: Any,
-    publishing: Any,
-    indexing: Any,
-    eventually: Any,
-    stored: Stored,
-    published: Published,
-    rank_of: RankOf,
-    held: Held,
+    followed: Followed, eventually: Any, stored: Stored, rank_of: RankOf, held: Held
 ) -> None:
     """What is known of its cache stays; the engine is asked with the new key."""
-    async with engine_http() as engine, publishing() as publisher:
-        engine.sources = {"0": published(publisher)}
-        async with indexing(InstanceSource(url=engine.url, api_key="k1")) as (service, index):
-            await publisher.subscribed()
-            publisher.publish(stored(1))
-            await service.caught_up(rank_of(engine), 0)
-            service.set_sources([InstanceSource(url=engine.url, api_key="k2")])
-            await eventually(lambda: engine.keys_seen[-1:] == ["Bearer k2"])
+    async with followed(api_key="k1") as (engine, publisher, service, index):
+        await publisher.subscribed()
+        publisher.publish(stored(1))
+        await service.caught_up(rank_of(engine), 0)
+        service.set_sources([InstanceSource(url=engine.url, api_key="k2")])
+        await eventually(lambda: engine.keys_seen[-1:] == ["Bearer k2"])
 
-            assert service.status()[0].epoch_reason == "started"
-            assert service.status()[0].counts.connections == 1
-            assert await held(index, rank_of(engine)) is not None
+        assert service.status()[0].epoch_reason == "started"
+        assert service.status()[0].counts.connections == 1
+        assert await held(index, rank_of(engine)) is not None
 
 
 async def test_new_name_does_not_start_an_instance_anew(
-    engine_http: Any,
-    publishing: Any,
-    indexing: Any,
-    stored: Stored,
-    published: Published,
-    rank_of: RankOf,
-    held: Held,
+    followed: Followed, stored: Stored, rank_of: RankOf, held: Held
 ) -> None:
     """Epoch, connection and blocks stay; status, metrics and log say the new name."""
-    async with engine_http() as engine, publishing() as publisher:
-        engine.sources = {"0": published(publisher)}
-        async with indexing(InstanceSource(url=engine.url, alias="old")) as (service, index):
-            registry = CollectorRegistry()
-            registry.register(IndexerCollector(service))
-            await publisher.subscribed()
-            publisher.publish(stored(1))
-            before = await service.caught_up(rank_of(engine), 0)
-            service.set_sources([InstanceSource(url=engine.url, alias="new")])
-            renamed = await service.until(rank_of(engine), lambda now: now.alias == "new")
-            with capture_logs() as log:
-                publisher.publish({"type": "NewInSomeRelease"})
-                await service.caught_up(rank_of(engine), 1)
-            metrics = generate_latest(registry).decode()
+    async with followed(alias="old") as (engine, publisher, service, index):
+        registry = CollectorRegistry()
+        registry.register(IndexerCollector(service))
+        await publisher.subscribed()
+        publisher.publish(stored(1))
+        before = await service.caught_up(rank_of(engine), 0)
+        service.set_sources([InstanceSource(url=engine.url, alias="new")])
+        renamed = await service.until(rank_of(engine), lambda now: now.alias == "new")
+        with capture_logs() as log:
+            publisher.publish({"type": "NewInSomeRelease"})
+            await service.caught_up(rank_of(engine), 1)
+        metrics = generate_latest(registry).decode()
 
-            assert renamed.epoch == before.epoch
-            assert renamed.counts.connections == 1
-            assert await held(index, rank_of(engine)) == 1
-            assert [each.alias for each in service.instances()] == ["new"]
-            refused = [each for each in log if each["event"] == "events_rejected"]
-            assert [each["instance"] for each in refused] == ["new"]
-            assert 'instance="old"' not in metrics
+        assert renamed.epoch == before.epoch
+        assert renamed.counts.connections == 1
+        assert await held(index, rank_of(engine)) == 1
+        assert [each.alias for each in service.instances()] == ["new"]
+        refused = [each for each in log if each["event"] == "events_rejected"]
+        assert [each["instance"] for each in refused] == ["new"]
+        assert 'instance="old"' not in metrics
 
 
 async def test_rank_found_while_its_instance_is_renamed_has_the_new_name(
@@ -300,9 +246,7 @@ async def test_rank_found_while_its_instance_is_renamed_has_the_new_name(
     assert status.alias == "new"
 
 
-async def test_status_can_be_guarded(
-    engine_http: Any, publishing: Any, indexing: Any, eventually: Any
-) -> None:
+async def test_status_can_be_guarded(indexing: Any) -> None:
     """It tells addresses; health, readiness and metrics stay open."""
 
     async def refuse(request: Request) -> None:
