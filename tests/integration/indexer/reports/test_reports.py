@@ -1,7 +1,8 @@
 """The indexer's end of reports: ghosts leave, and what proves nothing weighs nothing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -10,9 +11,8 @@ import msgspec
 import pytest
 
 from indexer.config import InstanceSource
-from indexer.core.hashing import Namespace
-from indexer.core.index import BlockIndexError, IndexUnavailableError, Prompt
-from indexer.core.reports import CacheReport, RankTally, Report
+from indexer.core.index import BlockIndex, BlockIndexError, IndexUnavailableError
+from indexer.core.reports import CacheReport, RankTally, Report, ReportSource
 from indexer.core.types import BlockKey, InstanceId, RankId, Trust
 from indexer.local_reports import LocalReports
 from indexer.memory_index import MemoryIndex
@@ -21,12 +21,14 @@ from indexer.redis_index.redis_index import RedisIndex
 from indexer.service import IndexerService
 
 Contradiction = Callable[..., CacheReport]
+Event = Callable[..., dict[str, Any]]
+Held = Callable[..., Awaitable[int | None]]
+Source = Callable[..., InstanceSource]
+Reported = Callable[..., AbstractAsyncContextManager[tuple[Any, IndexerService, BlockIndex, int]]]
 
 SIZE = 4
-E0 = "http://e0:8000"
-R0 = RankId(InstanceId(E0), 0)
+R0 = RankId(InstanceId("http://e0:8000"), 0)
 ELSEWHERE = RankId(InstanceId("http://nowhere:8000"), 0)
-PROMPT = Prompt(Namespace(model="tiny"), range(100 * SIZE + 1))
 
 
 @pytest.fixture
@@ -40,23 +42,6 @@ def unseen(contradiction: Contradiction) -> Contradiction:
     return report
 
 
-def stored(*hashes: int, parent: int | None = None, first: int = 0) -> dict[str, Any]:
-    return {
-        "type": "BlockStored",
-        "block_hashes": list(hashes),
-        "parent_block_hash": parent,
-        "token_ids": list(range(first * SIZE, (first + len(hashes)) * SIZE)),
-        "block_size": SIZE,
-        "kv_cache_spec_kind": "full_attention",
-    }
-
-
-def source(publisher: Any) -> InstanceSource:
-    return InstanceSource(
-        url=E0, events=publisher.events, replay=publisher.replay, model="tiny", ranks=1
-    )
-
-
 @pytest.fixture(params=["memory", "redis"])
 async def index(request: pytest.FixtureRequest, redis_server: Any) -> AsyncIterator[Any]:
     if request.param == "memory":
@@ -67,35 +52,43 @@ async def index(request: pytest.FixtureRequest, redis_server: Any) -> AsyncItera
     await made.aclose()
 
 
-async def held(index: Any) -> int:
-    found = await index.match(PROMPT)
-    blocks: int = found[R0].tokens // SIZE
-    return blocks
+@pytest.fixture
+def reported(publishing: Any, indexing: Any, source: Source) -> Reported:
+    """Run an engine and an indexer that hears reports of it, once the rank is whole.
 
+    It comes with the index, and the epoch that reports are of.
+    """
 
-async def becomes(index: Any, blocks: int) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if await held(index) == blocks:
-                return
-            await asyncio.sleep(0.005)
+    @asynccontextmanager
+    async def run(
+        channel: ReportSource, index: BlockIndex | None = None
+    ) -> AsyncIterator[tuple[Any, IndexerService, BlockIndex, int]]:
+        async with (
+            publishing() as engine,
+            indexing(source(engine), index=index, reports=channel) as (service, used),
+        ):
+            await engine.subscribed()
+            whole = await service.until(R0, lambda now: now.trust is Trust.EXACT)
+            yield engine, service, used, whole.epoch
 
-
-async def joined(service: IndexerService) -> int:
-    """Wait until the rank is whole; return its epoch."""
-    status = await service.until(R0, lambda now: now.trust is Trust.EXACT)
-    return status.epoch
+    return run
 
 
 async def test_ghosts_leave_tables_index_and_rows(
-    publishing: Any, indexing: Any, index: Any, eventually: Any, contradiction: Contradiction
+    stored: Event,
+    held: Held,
+    source: Source,
+    publishing: Any,
+    indexing: Any,
+    index: Any,
+    contradiction: Contradiction,
 ) -> None:
     """And what was computed instead stays; in Redis over a restart of the indexer, too."""
     channel = LocalReports()
     async with publishing() as engine:
         async with indexing(source(engine), index=index, reports=channel) as (service, _):
             await engine.subscribed()
-            epoch = await joined(service)
+            epoch = (await service.until(R0, lambda now: now.trust is Trust.EXACT)).epoch
             engine.publish(stored(1, 2, 3, 4), stored(3, 4, parent=2, first=2))
             await service.caught_up(R0, 0)
             await asyncio.sleep(0.15)  # longer than the time of the lookup is uncertain
@@ -107,7 +100,11 @@ async def test_ghosts_leave_tables_index_and_rows(
             await channel.send("tiny", [contradiction(2, epoch=epoch, age_s=late_s)])
             status = await service.until(R0, lambda now: now.counts.contradictions["ghost"] == 1)
 
-            await becomes(index, 3)  # Redis has it a little later than the tables
+            async with asyncio.timeout(20):
+                while True:  # Redis has it a little later than the tables
+                    if await held(index) == 3:
+                        break
+                    await asyncio.sleep(0.005)
             assert status.counts.pruned_blocks == 4
             engine.publish({"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"})
             await service.caught_up(R0, 2)
@@ -119,16 +116,11 @@ async def test_ghosts_leave_tables_index_and_rows(
 
 
 async def test_many_ghosts_leave_in_several_writes(
-    publishing: Any, indexing: Any, index: Any, contradiction: Contradiction
+    reported: Reported, stored: Event, index: Any, contradiction: Contradiction
 ) -> None:
     """No write is long, and nothing else waits for all of them."""
     channel = LocalReports()
-    async with (
-        publishing() as engine,
-        indexing(source(engine), index=index, reports=channel) as (service, _),
-    ):
-        await engine.subscribed()
-        epoch = await joined(service)
+    async with reported(channel, index) as (engine, service, _, epoch):
         branches = [
             {**stored(*range(100 * each, 100 * each + 100), parent=1, first=each)}
             for each in range(1, 22)
@@ -148,16 +140,11 @@ async def test_many_ghosts_leave_in_several_writes(
 
 
 async def test_report_of_another_life_is_counted_and_weighs_nothing(
-    publishing: Any, indexing: Any, contradiction: Contradiction
+    reported: Reported, contradiction: Contradiction
 ) -> None:
     """The rank restarted, or was told anew, since the index was asked."""
     channel = LocalReports()
-    async with (
-        publishing() as engine,
-        indexing(source(engine), reports=channel) as (service, _),
-    ):
-        await engine.subscribed()
-        epoch = await joined(service)
+    async with reported(channel) as (_, service, _, epoch):
         await channel.send("tiny", [contradiction(epoch=epoch - 1), contradiction(rank=ELSEWHERE)])
         await channel.send("tiny", [RankTally(rank=R0, epoch=epoch - 1, agreed=50)])
 
@@ -168,16 +155,11 @@ async def test_report_of_another_life_is_counted_and_weighs_nothing(
 
 
 async def test_rebuild_while_a_report_waits_makes_it_void(
-    publishing: Any, indexing: Any, unseen: Contradiction
+    reported: Reported, stored: Event, unseen: Contradiction
 ) -> None:
     """Three that were never told of have the rank told anew; the fourth was of the old life."""
     channel = LocalReports()
-    async with (
-        publishing() as engine,
-        indexing(source(engine), reports=channel) as (service, _),
-    ):
-        await engine.subscribed()
-        epoch = await joined(service)
+    async with reported(channel) as (engine, service, _, epoch):
         engine.publish(stored(1))
         await service.caught_up(R0, 0)
         await channel.send("tiny", [unseen(block, epoch) for block in (5, 6, 7)])
@@ -190,16 +172,11 @@ async def test_rebuild_while_a_report_waits_makes_it_void(
 
 
 async def test_drafting_engine_is_one_block_short_and_nothing_is_pruned(
-    publishing: Any, indexing: Any, contradiction: Contradiction
+    reported: Reported, stored: Event, held: Held, contradiction: Contradiction
 ) -> None:
     """It computes the last block of every hit anew."""
     channel = LocalReports()
-    async with (
-        publishing() as engine,
-        indexing(source(engine), reports=channel) as (service, index),
-    ):
-        await engine.subscribed()
-        epoch = await joined(service)
+    async with reported(channel) as (engine, service, index, epoch):
         engine.publish(stored(1, 2))
         await service.caught_up(R0, 0)
         short = msgspec.structs.replace(
@@ -213,16 +190,11 @@ async def test_drafting_engine_is_one_block_short_and_nothing_is_pruned(
 
 
 async def test_too_many_reports_at_once_are_counted(
-    publishing: Any, indexing: Any, unseen: Contradiction
+    reported: Reported, unseen: Contradiction
 ) -> None:
     """They would delay those of other ranks."""
     channel = LocalReports()
-    async with (
-        publishing() as engine,
-        indexing(source(engine), reports=channel) as (service, _),
-    ):
-        await engine.subscribed()
-        epoch = await joined(service)
+    async with reported(channel) as (_, service, _, epoch):
         reports = [
             msgspec.structs.replace(unseen(1, epoch), key=BlockKey(number))
             for number in range(1030)
@@ -233,7 +205,7 @@ async def test_too_many_reports_at_once_are_counted(
 
 
 @dataclass
-class Source:
+class FailingSource:
     """Fails as it was told, then goes on."""
 
     errors: list[Exception]
@@ -255,30 +227,20 @@ class Source:
     [(IndexUnavailableError("down"), "unavailable"), (BlockIndexError(), "unavailable")],
 )
 async def test_source_that_fails_is_asked_again(
-    publishing: Any, indexing: Any, eventually: Any, error: Exception, reason: str
+    reported: Reported, eventually: Any, error: Exception, reason: str
 ) -> None:
     """Counted."""
-    channel = Source([error, error])
-    async with (
-        publishing() as engine,
-        indexing(source(engine), reports=channel) as (service, _),
-    ):
-        await engine.subscribed()
+    channel = FailingSource([error, error])
+    async with reported(channel) as (_, service, _, _):
         await eventually(lambda: channel.taken)
 
         assert service.dropped_reports == {reason: 2}
 
 
-async def test_bug_in_reports_costs_a_pause(
-    publishing: Any, indexing: Any, eventually: Any
-) -> None:
+async def test_bug_in_reports_costs_a_pause(reported: Reported, eventually: Any) -> None:
     """The ranks are followed on."""
-    channel = Source([RuntimeError("a bug")])
-    async with (
-        publishing() as engine,
-        indexing(source(engine), reports=channel) as (service, _),
-    ):
-        await engine.subscribed()
+    channel = FailingSource([RuntimeError("a bug")])
+    async with reported(channel) as (_, service, _, _):
         await eventually(lambda: channel.taken)
 
         assert service.dropped_reports == {"bug": 1}
