@@ -212,7 +212,7 @@ def measure_booking(book: Callable[[Sequence[Sequence[BlockKey]]], None], blocks
 
 def book_chains(chains: Sequence[Sequence[BlockKey]]) -> None:
     """As the ledger does."""
-    tree = ChainTree()
+    tree = ChainTree({}, RankId(InstanceId("http://e0:8000"), 0))
     for end in [tree.add(each) for each in chains]:
         tree.drop(end)
 

@@ -115,8 +115,11 @@ class HeldTables:
         blocks, named, names = known
         if not blocks:
             return 0
-        # The last named block that isn't here, or the very last one; then upwards to one that is.
-        start = max(0, bisect_left(names, True, key=gpu.__contains__) - 1)
+        # The last named block that isn't here; then upwards to one that is. Or the very last one: a
+        # rank that holds all of it is the one most asked for, and is soon through.
+        start = 0
+        if names[0] not in gpu:
+            start = bisect_left(names, True, 1, key=gpu.__contains__) - 1
         node, depth = named[start], blocks - start * NAMED_EVERY
         while node.engine_hash not in gpu:
             above = node.parent

@@ -2,12 +2,15 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.load.chain_tree import ChainTree, Stretch
-from indexer.core.types import BlockKey
+from balancer.core.load.chain_tree import Begun, ChainTree, Stretch, run_blocks
+from indexer.core.types import BlockKey, InstanceId, RankId
 
+RANK = RankId(InstanceId("http://e0:8000"), 0)
+OTHER = RankId(InstanceId("http://e0:8000"), 1)
 forks = st.lists(st.integers(0, 2), max_size=8)
 """Where a chain turns at each of its blocks: chains that turn alike so far share their keys."""
 
@@ -34,13 +37,22 @@ def stretches(tree: ChainTree) -> list[Stretch]:
     return found[1:]
 
 
+def new_tree() -> ChainTree:
+    return ChainTree({}, RANK)
+
+
+def both(tree: ChainTree, keys: list[BlockKey], near: int = 0) -> tuple[int, int]:
+    """Blocks expected there, and in use."""
+    top = tree._root.following.get(keys[0]) if keys else None
+    return run_blocks(top, keys, near)
+
+
 def run(tree: ChainTree, keys: list[BlockKey], near: int = 0) -> int:
-    """Blocks expected there."""
-    return tree.run_blocks(keys, near)[0]
+    return both(tree, keys, near)[0]
 
 
 def in_use(tree: ChainTree, keys: list[BlockKey]) -> int:
-    return tree.run_blocks(keys)[1]
+    return both(tree, keys)[1]
 
 
 def blocks(tree: ChainTree) -> int:
@@ -60,7 +72,7 @@ def test_it_counts_as_two_plain_counters_do(
     chains: list[tuple[list[int], bool]], asked: list[int], data: st.DataObject
 ) -> None:
     """A block is in use, or expected, until the last such chain with it is out, whatever the order."""
-    tree, models = ChainTree(), {True: Counter[BlockKey](), False: Counter[BlockKey]()}
+    tree, models = new_tree(), {True: Counter[BlockKey](), False: Counter[BlockKey]()}
     ends = []
     for turns, used in chains:
         keys = chain(turns)
@@ -77,14 +89,14 @@ def test_it_counts_as_two_plain_counters_do(
         ]
 
         assert tree.used_blocks == len(left[True])
-        assert tree.run_blocks(wanted, near) == tuple(runs)
+        assert both(tree, wanted, near) == tuple(runs)
     assert stretches(tree) == []
 
 
 @given(st.lists(forks, min_size=1, max_size=12), st.data())
 def test_it_stays_small(turns: list[list[int]], data: st.DataObject) -> None:
     """Whatever came and went: at most two stretches per chain that is in, and none without one."""
-    tree = ChainTree()
+    tree = new_tree()
     ends = [tree.add(chain(each)) for each in turns]
     gone = data.draw(st.sets(st.integers(0, len(ends) - 1)))
     for number in gone:
@@ -99,7 +111,7 @@ def test_it_stays_small(turns: list[list[int]], data: st.DataObject) -> None:
 
 def test_a_chain_that_ends_where_another_goes_on_is_a_stretch() -> None:
     """The longer one begins with it."""
-    tree = ChainTree()
+    tree = new_tree()
     short = tree.add(line(3))
     long = tree.add(line(9))
 
@@ -118,7 +130,7 @@ def test_a_chain_that_ends_where_another_goes_on_is_a_stretch() -> None:
 
 def test_chains_that_part_within_a_stretch_split_it() -> None:
     """Who was in before leaves as if nothing had happened."""
-    tree = ChainTree()
+    tree = new_tree()
     first = tree.add(line(8))
     tree.add(line(5, last=1))
 
@@ -133,7 +145,7 @@ def test_chains_that_part_within_a_stretch_split_it() -> None:
 
 def test_the_same_chain_twice_is_held_until_both_are_out() -> None:
     """And no block of it counts twice."""
-    tree = ChainTree()
+    tree = new_tree()
     first, second = tree.add(line(4)), tree.add(line(4))
     tree.drop(first)
 
@@ -145,7 +157,7 @@ def test_the_same_chain_twice_is_held_until_both_are_out() -> None:
 
 def test_a_chain_of_no_block_changes_nothing() -> None:
     """A prompt shorter than one block."""
-    tree = ChainTree()
+    tree = new_tree()
     tree.drop(tree.add([]))
 
     assert (blocks(tree), run(tree, []), stretches(tree)) == (0, 0, [])
@@ -156,7 +168,7 @@ def test_keys_that_are_no_chains_leave_nothing_behind(
     lists: list[list[BlockKey]], data: st.DataObject
 ) -> None:
     """What a peer of another release sends may count for too little, never for ever."""
-    tree = ChainTree()
+    tree = new_tree()
     ends = [tree.add(each) for each in lists]
     for end in data.draw(st.permutations(ends)):
         tree.drop(end)
@@ -167,7 +179,7 @@ def test_keys_that_are_no_chains_leave_nothing_behind(
 @given(forks, forks)
 def test_two_chains_share_what_they_begin_alike(left: list[int], right: list[int]) -> None:
     """Found without a look at every block."""
-    tree = ChainTree()
+    tree = new_tree()
     tree.add(chain(left))
 
     assert run(tree, chain(right)) == common(chain(left), chain(right))
@@ -178,16 +190,16 @@ def test_where_others_parted_is_only_a_guess(
     held: list[int], before: list[int], asked: list[int], near: int
 ) -> None:
     """Right or wrong, it changes nothing but the time it takes."""
-    tree = ChainTree()
+    tree = new_tree()
     tree.add(chain(held))
-    tree.run_blocks(chain(before))
+    run(tree, chain(before))
 
     assert run(tree, chain(asked), near) == common(chain(held), chain(asked))
 
 
 def test_a_chain_in_use_is_not_expected() -> None:
     """A leg that waits for a transfer holds room for its blocks; they aren't there yet."""
-    tree = ChainTree()
+    tree = new_tree()
     used = tree.add(line(8), used=True)
     tree.add(line(3))
 
@@ -195,3 +207,35 @@ def test_a_chain_in_use_is_not_expected() -> None:
 
     tree.drop(used, used=True)
     assert (run(tree, line(9)), in_use(tree, line(9)), tree.used_blocks) == (3, 0, 0)
+
+
+@given(st.lists(st.tuples(forks, st.booleans(), st.booleans()), max_size=8), st.data())
+def test_where_chains_begin_is_known_of_every_rank(
+    chains: list[tuple[list[int], bool, bool]], data: st.DataObject
+) -> None:
+    """As the trees say, whatever came, parted, joined and went; and nothing of what went is kept."""
+    begun: Begun = {}
+    trees = {rank: ChainTree(begun, rank) for rank in (RANK, OTHER)}
+    ends = []
+    for turns, is_other, used in chains:
+        tree = trees[OTHER if is_other else RANK]
+        ends.append((tree, tree.add(chain(turns), used=used), used))
+    for tree, end, used in data.draw(st.permutations(ends)):
+        tops = {rank: dict(each._root.following) for rank, each in trees.items()}
+        told = {
+            rank: {first: tops_[rank] for first, tops_ in begun.items() if rank in tops_}
+            for rank in trees
+        }
+
+        assert told == tops
+        tree.drop(end, used=used)
+    assert begun == {}
+
+
+@pytest.mark.parametrize("near", range(9))
+def test_a_guess_too_early_or_too_late_is_corrected(near: int) -> None:
+    """Before where they part, behind it, at it, or nowhere in the stretch."""
+    tree = new_tree()
+    tree.add(line(8))
+
+    assert run(tree, line(6, last=2), near) == 5

@@ -4,14 +4,23 @@ import tracemalloc
 
 import pytest
 
+from balancer.core.load.chain_tree import Begun, ChainTree, run_blocks
 from balancer.core.load.predictions import RankPredictions
-from indexer.core.types import BlockKey
+from indexer.core.types import BlockKey, InstanceId, RankId
+
+RANK = RankId(InstanceId("http://e0:8000"), 0)
+
+
+def predicted(begun: Begun, keys: list[BlockKey]) -> int:
+    """Blocks, from the first on."""
+    return run_blocks(begun.get(keys[0], {}).get(RANK), keys)[0]
 
 
 @pytest.mark.parametrize("ends", ["expired", "withdrawn"])
 def test_nothing_piles_up_of_what_is_gone(ends: str) -> None:
     """Neither behind a count of tokens that isn't reached, nor behind a time that is far off."""
-    predictions = RankPredictions(10_000)
+    begun: Begun = {}
+    predictions = RankPredictions(10_000, ChainTree(begun, RANK))
     keys = [BlockKey(number) for number in range(4)]
     kept_bytes = []
     tracemalloc.start()
@@ -29,12 +38,13 @@ def test_nothing_piles_up_of_what_is_gone(ends: str) -> None:
     tracemalloc.stop()
 
     assert kept_bytes[1] - kept_bytes[0] < 100_000
-    assert predictions.run_blocks(keys, 0) == (4 if ends == "expired" else 0)
+    assert predicted(begun, keys) == (4 if ends == "expired" else 0)
 
 
 def test_what_lives_expires_when_it_should() -> None:
     """However much came and went beside it."""
-    predictions = RankPredictions(10_000)
+    begun: Begun = {}
+    predictions = RankPredictions(10_000, ChainTree(begun, RANK))
     by_time, by_tokens = [BlockKey(1)], [BlockKey(2)]
     predictions.expire(predictions.add([by_time]), 10.0)
     predictions.expire(predictions.add([by_tokens]), 1e9, after_tokens=600)
@@ -44,9 +54,9 @@ def test_what_lives_expires_when_it_should() -> None:
         predictions.withdraw(gone)
         predictions.sent(1)
     predictions.purge(9.0)
-    before = [predictions.run_blocks(keys, 0) for keys in (by_time, by_tokens)]
+    before = [predicted(begun, keys) for keys in (by_time, by_tokens)]
     predictions.sent(100)
     predictions.purge(10.0)
 
     assert before == [1, 1]
-    assert [predictions.run_blocks(keys, 0) for keys in (by_time, by_tokens)] == [0, 0]
+    assert [predicted(begun, keys) for keys in (by_time, by_tokens)] == [0, 0]

@@ -9,7 +9,9 @@ Rules:
 3. A chain is taken out by the stretch it ended in, once, and as what it was put in.
 4. Chains in use and chains that are expected lie in one tree: it takes one walk to find both, and most
    are both. Looking at a tree is mostly waiting for memory.
-5. Where one prompt parted from a stretch others part, too; and where it parted from a chain of one rank
+5. Trees of different ranks share nothing but where they begin: who asks all of them about a prompt
+   looks its first block up once.
+6. Where one prompt parted from a stretch others part, too; and where it parted from a chain of one rank
    it parts from those of others. Both are tried before anything is searched for.
 
 Cost: per chain, in, out or looked up, one step per stretch it passes, and where it ends within one two
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from indexer.core.types import BlockKey
+from indexer.core.types import BlockKey, RankId
 
 
 class Stretch(msgspec.Struct, eq=False):
@@ -44,8 +46,29 @@ class Stretch(msgspec.Struct, eq=False):
     """By their first keys."""
 
 
-def _root() -> Stretch:
-    return Stretch(None, (), 0, 0, BlockKey(0))
+Begun = dict[BlockKey, dict[RankId, Stretch]]
+"""By their first keys, of every rank that has any: its chains up to where they end or part."""
+
+
+class _Tops(dict[BlockKey, Stretch]):
+    """What follows a root, told to all ranks' `Begun` as well."""
+
+    __slots__ = ("_begun", "_rank")
+
+    def __init__(self, begun: Begun, rank: RankId) -> None:
+        self._begun = begun
+        self._rank = rank
+
+    def __setitem__(self, first: BlockKey, top: Stretch) -> None:
+        super().__setitem__(first, top)
+        self._begun.setdefault(first, {})[self._rank] = top
+
+    def __delitem__(self, first: BlockKey) -> None:
+        super().__delitem__(first)
+        ranks = self._begun[first]
+        del ranks[self._rank]
+        if not ranks:
+            del self._begun[first]
 
 
 class ChainTree:
@@ -53,8 +76,9 @@ class ChainTree:
 
     __slots__ = ("_root", "used_blocks")
 
-    def __init__(self) -> None:
-        self._root = _root()
+    def __init__(self, begun: Begun, rank: RankId) -> None:
+        """`rank` is the tree's; `begun` that of all ranks, or one of its own."""
+        self._root = Stretch(None, (), 0, 0, BlockKey(0), following=_Tops(begun, rank))
         self.used_blocks = 0
         """How many different ones are in use; to be looked at only."""
 
@@ -94,24 +118,24 @@ class ChainTree:
                 _join(each, above)
             each = above
 
-    def run_blocks(self, keys: Sequence[BlockKey], near: int = 0) -> tuple[int, int]:
-        """How many of `keys` from the first on are expected, and in use. Perhaps it is `near`."""
-        at, last = 0, len(keys)
-        expected = used = 0
-        following = self._root.following
-        while at < last:
-            found = following.get(keys[at])
-            if found is None:
-                break
-            at = _common(found, keys, near)
-            if found.used:
-                used = at
-            if found.chains > found.used:
-                expected = at
-            if at < found.end:
-                break
-            following = found.following
-        return expected, used
+
+def run_blocks(top: Stretch | None, keys: Sequence[BlockKey], near: int = 0) -> tuple[int, int]:
+    """How many of `keys` from the first on are expected, and in use, on the rank of `top`.
+
+    `top` is where its chains with this first key begin. Perhaps it is `near`.
+    """
+    at, last = 0, len(keys)
+    expected = used = 0
+    while top is not None:
+        at = _common(top, keys, near)
+        if top.used:
+            used = at
+        if top.chains > top.used:
+            expected = at
+        if at < top.end or at == last:
+            break
+        top = top.following.get(keys[at])
+    return expected, used
 
 
 def _common(stretch: Stretch, keys: Sequence[BlockKey], near: int) -> int:

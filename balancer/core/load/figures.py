@@ -92,7 +92,7 @@ def load_of(packed: bytes, now_s: float, rates: RankRates) -> RankLoad | None:
     age_s = max(MIN_AGE_S, now_s - since_s)
     warm_s = RATE_TAU_S * (1 - exp(-age_s / RATE_TAU_S))
     per_s = exp((counted_s - now_s) / RATE_TAU_S) / warm_s
-    decoded_s = max(0.0, decoding * now_s - first_s_sum)
+    decoded_s = decoding * now_s - first_s_sum
     return RankLoad(
         requests=requests,
         queued_tokens=queued_tokens,
@@ -104,7 +104,8 @@ def load_of(packed: bytes, now_s: float, rates: RankRates) -> RankLoad | None:
         work_share=work_s * per_s,
         recent_work_s=faded(recent_s, at_s=recent_at_s, now_s=now_s, tau_s=RECENT_TAU_S),
         active_blocks=active_blocks,
-        output_tokens=decoded_s / (rates.step_s + rates.step_s_per_request * requests),
+        output_tokens=(decoded_s if decoded_s > 0 else 0.0)
+        / (rates.step_s + rates.step_s_per_request * requests),
         reuse_chance=reuse_chance,
         free_tokens=free_tokens,
         seats=seats,

@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import Self
 
 from balancer.core.load.approximate import ApproximateBlocks
+from balancer.core.load.chain_tree import Begun, Stretch, run_blocks
 from balancer.core.load.learned import ENOUGH_SAMPLES, LearnedRates
 from balancer.core.load.ledger import Learning, LegWork, RankLoad, RankRates, TransferRates
 from balancer.core.load.rank_book import BookedLeg, RankBook
@@ -87,6 +88,7 @@ class LocalLedger:
         self._transfers = transfers or LearnedTransfers()
         self._max_predicted_blocks = max_predicted_blocks
         self._reuse = ReuseTimes()
+        self._begun: Begun = {}
         self._asked: Sequence[BlockKey] = ()
         self._parted = 0
         """How far, at most, a rank that was asked about these had them: often where the next one parts
@@ -129,7 +131,7 @@ class LocalLedger:
         blocks = 0
         if book.predictions.blocks:
             book.predictions.purge(self._clock())
-            blocks = book.predictions.run_blocks(keys, start)
+            blocks = max(0, run_blocks(self._top(rank, keys), keys)[0] - start)
         if book.guesses is not None:
             blocks = max(blocks, book.guesses.run_blocks(keys, start))
         return blocks
@@ -145,12 +147,16 @@ class LocalLedger:
         if book is None:
             return 0, 0
         near = self._parted if keys is self._asked else 0
-        expected, used = book.chains.run_blocks(keys, near)
+        expected, used = run_blocks(self._top(rank, keys), keys, near)
         self._asked, self._parted = keys, max(near, expected, used)
         blocks = max(0, expected - start)
         if book.guesses is not None:
             blocks = max(blocks, book.guesses.run_blocks(keys, start))
         return blocks, used
+
+    def _top(self, rank: RankId, keys: Sequence[BlockKey]) -> Stretch | None:
+        ranks = self._begun.get(keys[0]) if keys else None
+        return ranks.get(rank) if ranks else None
 
     def has_guesses(self, rank: RankId) -> bool:
         """Whether anything is guessed to be held by this rank without events."""
@@ -181,7 +187,9 @@ class LocalLedger:
         self._learned.settle(work.rank, now_s)
         book = self._books.get(work.rank)
         if book is None:
-            book = self._books[work.rank] = RankBook(now_s, self._max_predicted_blocks)
+            book = self._books[work.rank] = RankBook(
+                now_s, self._max_predicted_blocks, self._begun, work.rank
+            )
         book.changed()
         book.predictions.purge(now_s)
         if work.keys and not work.remembered_s:  # a leg without keys says nothing of events

@@ -52,10 +52,10 @@ class RankPredictions:
         "blocks",
     )
 
-    def __init__(self, max_blocks: int, tree: ChainTree | None = None) -> None:
+    def __init__(self, max_blocks: int, tree: ChainTree) -> None:
         """`tree`: where the rank's chains in use are."""
         self._max_blocks = max_blocks
-        self._covered = ChainTree() if tree is None else tree
+        self._covered = tree
         self._live: dict[int, Prediction] = {}
         self._expiries: list[tuple[float, int]] = []
         self._pushed_out: list[tuple[int, int]] = []
@@ -113,10 +113,6 @@ class RankPredictions:
     def next_s(self) -> float:
         """When the next one expires by time."""
         return self._expiries[0][0] if self._expiries else inf
-
-    def run_blocks(self, keys: Sequence[BlockKey], start: int) -> int:
-        """How many of `keys` from `start` on are predicted without a gap."""
-        return max(0, self._covered.run_blocks(keys)[0] - start)
 
     def clear(self) -> None:
         """Nothing is predicted any more."""

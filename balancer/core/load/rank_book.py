@@ -18,7 +18,7 @@ from math import exp, inf
 import msgspec
 
 from balancer.core.load.approximate import ApproximateBlocks
-from balancer.core.load.chain_tree import ChainTree, Stretch
+from balancer.core.load.chain_tree import Begun, ChainTree, Stretch
 from balancer.core.load.fading import FadingSum
 from balancer.core.load.figures import RATE_TAU_S, RECENT_TAU_S, Figures, countable, load_of
 from balancer.core.load.ledger import LegWork, RankLoad, RankRates
@@ -89,7 +89,8 @@ class RankBook:
         "work_s",
     )
 
-    def __init__(self, now_s: float, max_predicted_blocks: int) -> None:
+    def __init__(self, now_s: float, max_predicted_blocks: int, begun: Begun, rank: RankId) -> None:
+        """`begun`: where all ranks' chains begin."""
         self._packed: bytes | None = None
         """`Figures`; None: the book has changed since."""
         self.since_s = now_s
@@ -107,7 +108,7 @@ class RankBook:
         self.work_s = 0.0
         """Both as they stood at `counted_s`."""
         self.recent = FadingSum(RECENT_TAU_S, now_s)
-        self.chains = ChainTree()
+        self.chains = ChainTree(begun, rank)
         """In use by legs in flight: KV memory that can't be evicted, a block that several share counts
         once. And expected: predicted."""
         self.predictions = RankPredictions(max_predicted_blocks, self.chains)

@@ -3,7 +3,8 @@
 Whether a term counts for the request itself or for others, and for which way to a first token, is for
 `core.routing.ways` and `core.routing.cost` to say.
 
-Cost: a few arithmetic operations each.
+Cost: a few arithmetic operations each. `min` and `max` would be calls, a dozen per candidate: they are
+spelled out.
 """
 
 import msgspec
@@ -55,7 +56,11 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         grown = grow_tokens(load)
         used_tokens = self.active_tokens + self.need_tokens + grown
         share = used_tokens / self.capacity_tokens
-        return Fullness(grown, used_tokens, min(MAX_MEMORY_SHARE, share))
+        return Fullness(
+            grown,
+            used_tokens,
+            share if share < MAX_MEMORY_SHARE else MAX_MEMORY_SHARE,  # noqa: FURB136
+        )
 
 
 def grow_tokens(load: RankLoad) -> float:
@@ -70,12 +75,15 @@ def queued_s(load: RankLoad) -> float:
     rates = load.rates
     head_s = rates.prefill_s_per_token * load.head_tokens + rates.fixed_s
     all_s = rates.prefill_s_per_token * load.queued_tokens + rates.fixed_s
-    return all_s - min(load.head_progress_s, HEAD_DONE * head_s)
+    most_s, done_s = HEAD_DONE * head_s, load.head_progress_s
+    return all_s - (most_s if most_s < done_s else done_s)  # noqa: FURB136
 
 
 def work_price(load: RankLoad, *, queue_s: float, work_s: float, memory_share: float) -> float:
     """X: seconds that others lose per second of work; observed per rank, not configured."""
-    share = min(MAX_SHARE, max(load.work_share, memory_share * memory_share))
+    taken, share = memory_share * memory_share, load.work_share
+    share = taken if taken > share else share  # noqa: FURB136
+    share = share if share < MAX_SHARE else MAX_SHARE  # noqa: FURB136
     # Who comes while it is computed waits for the rest of it only: half, on average.
     ahead_s = queue_s + load.rates.fixed_s + work_s / 2
     return LEAST_PRICE + load.arrivals_per_s * ahead_s / (1 - share)
@@ -93,15 +101,20 @@ def memory_s(load: RankLoad, memory: MemoryUse, fullness: Fullness) -> float:
     decode_s, capacity, share = load.rates.decode_s, memory.capacity_tokens, fullness.share
     if not decode_s:  # not known: nobody can say how long a wait would be
         return 0.0
-    freed = max(memory.active_tokens, LEAST_ACTIVE_SHARE * capacity)
-    wait_s = decode_s * max(0.0, fullness.used_tokens - capacity) / freed
-    taken = min(1.0, (memory.need_tokens + fullness.grow_tokens) / capacity)
+    wait_s, lacking_tokens = 0.0, fullness.used_tokens - capacity
+    if lacking_tokens > 0:
+        freed = max(memory.active_tokens, LEAST_ACTIVE_SHARE * capacity)
+        wait_s = decode_s * lacking_tokens / freed
+    taken = (memory.need_tokens + fullness.grow_tokens) / capacity
+    taken = taken if taken < 1.0 else 1.0  # noqa: FURB136
     return wait_s + MEMORY_WEIGHT * decode_s * taken * share / (1 - share)
 
 
 def eviction_s(load: RankLoad, *, new_tokens: float, work_price: float) -> float:
     """Computing anew what `new_tokens` push out of the cache, as far as it is asked for again."""
-    pushed_tokens = max(0.0, new_tokens - load.free_tokens)
+    pushed_tokens = new_tokens - load.free_tokens
+    if pushed_tokens <= 0:
+        return 0.0
     again_s = load.rates.prefill_s_per_token * pushed_tokens * (1 + work_price)
     return EVICTION_WEIGHT * load.reuse_chance * again_s
 
@@ -132,6 +145,7 @@ def recent_s(load: RankLoad, *, prompt_tokens: int, mean_recent_s: float) -> flo
     block that every prompt shares. Scale-free: pace, speed and prompt length cancel out. The
     prompt's own work in the denominator keeps the first few requests from counting for much.
     """
-    prompt_s = load.rates.prefill_s_per_token * max(prompt_tokens, RECENT_MIN_TOKENS)
+    tokens = prompt_tokens if prompt_tokens > RECENT_MIN_TOKENS else RECENT_MIN_TOKENS  # noqa: FURB136
+    prompt_s = load.rates.prefill_s_per_token * tokens
     excess = (load.recent_work_s - mean_recent_s) / (mean_recent_s + RECENT_PROMPTS * prompt_s)
-    return RECENT_WEIGHT * min(excess, 1.0) * prompt_s
+    return RECENT_WEIGHT * (excess if excess < 1.0 else 1.0) * prompt_s  # noqa: FURB136
