@@ -11,7 +11,8 @@ Rules:
    body, or for another request. While the server stops, less so.
 4. A head, and what comes beside a body (trailers, chunk extensions), has a size limit.
 5. An upgrade to anything but a WebSocket is declined by going on in HTTP/1.1, body included.
-6. What clients do wrong is told to them, and to nobody else.
+6. What clients do wrong is told to them, and to nobody else. Who is still sending then is listened to for
+   a little while, so that the answer isn't lost (`dataplane.parting`).
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from balancer.core.errors import (
 from balancer.core.http.openai_errors import render_error
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.lookout import Lookout
+from balancer.dataplane.parting import Parting, PartingTransport
 
 MAX_HELD_BYTES: Final = 1024 * 1024
 STOPPING_BODY_S: Final = 5.0
@@ -82,6 +84,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Too much has come before its turn."""
         self._has_moved = True
         self._moved_s = 0.0
+        self._parting: Parting | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -102,7 +105,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._has_moved = True
-        if self._is_answering():
+        if self._parting is not None:
+            self._parting.drop(len(data))
+        elif self._is_answering():
             self._hold(data)
         else:
             self._feed(data)
@@ -110,6 +115,25 @@ class BoundedHttp(HttpToolsProtocol):
     def shutdown(self) -> None:
         self._is_stopping = True
         super().shutdown()
+
+    def end_connection(self) -> None:
+        """Close, once the client of an unfinished request has had time to read its answer."""
+        if self.in_head or self.in_body:
+            self._part()
+        else:
+            self.transport.close()
+
+    def drop_cycle(self) -> None:
+        """Tell who answers the newest request that nobody is there any more."""
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+
+    def _part(self) -> None:
+        if self._is_stopping or self.transport.is_closing():
+            self.transport.close()
+        elif self._parting is None:
+            self._parting = Parting(self.transport, self.loop.time())
+            self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -127,7 +151,10 @@ class BoundedHttp(HttpToolsProtocol):
         if self.fed_bytes + self.head_bytes > self.max_head_bytes:
             self.check_head()
         super().on_headers_complete()
-        if self.expect_100_continue and self.cycle is not None:
+        if self.cycle is None:
+            return
+        self.cycle.transport = PartingTransport(self.transport, self.cycle, self.end_connection)
+        if self.expect_100_continue:
             self.cycle.keep_alive = False  # whoever answers without the body can't go on behind it
 
     def on_body(self, body: bytes) -> None:
@@ -146,7 +173,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._parting is not None:
             return
         self._has_moved = True
         self.flow.resume_reading()
@@ -166,7 +193,9 @@ class BoundedHttp(HttpToolsProtocol):
         if self._has_moved:
             self._has_moved = False
             self._moved_s = now_s
-        if not self.transport.is_closing() and not self._is_answering():
+        if self._parting is not None:
+            self._parting.look(now_s)
+        elif not self.transport.is_closing() and not self._is_answering():
             self._look_after(now_s, quiet_s=now_s - self._moved_s)
 
     def on_late_body(self) -> None:
@@ -243,10 +272,14 @@ class BoundedHttp(HttpToolsProtocol):
         """Answer, and end the connection."""
         _logger.debug("connection_refused", status=error.status, reason=error.message)
         cycle = self.cycle
-        is_begun = cycle is not None and not cycle.response_complete and cycle.response_started
-        if not is_begun:
-            self.transport.write(_raw(error))
-        self.transport.close()
+        is_answered = cycle is None or cycle.response_complete
+        if not is_answered and cycle.response_started:
+            self.transport.close()
+            return
+        if not is_answered:
+            self.drop_cycle()
+        self.transport.write(_raw(error))
+        self._part()
 
     def _upgrade(self, rest: bytes) -> None:
         if self._should_upgrade():

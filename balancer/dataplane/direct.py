@@ -98,6 +98,12 @@ class DirectProtocol(ExactHttp):
         elif not self.cycle.response_complete:
             self.cycle.on_body_complete()
 
+    def drop_cycle(self) -> None:
+        if isinstance(self.cycle, DirectExchange):
+            self.cycle.on_gone()
+        else:
+            super().drop_cycle()
+
     def on_late_body(self) -> None:
         if isinstance(self.cycle, DirectExchange):
             self.cycle.on_late()

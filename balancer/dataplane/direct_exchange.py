@@ -65,6 +65,10 @@ class Owner(Protocol):
         """The next request may be answered."""
         ...
 
+    def end_connection(self) -> None:
+        """This answer was the last."""
+        ...
+
 
 class DirectExchange:
     """One request and its answer. To uvicorn's protocol it is a `RequestResponseCycle`."""
@@ -234,7 +238,7 @@ class DirectExchange:
         if end:
             owner.transport.write(end)
         if not self.keep_alive:
-            owner.transport.close()
+            owner.end_connection()
         owner.on_response_complete()
 
     async def abort(self) -> None:
@@ -274,7 +278,9 @@ class DirectExchange:
         self._wake()
 
     def on_gone(self) -> None:
-        """The client has closed the connection, or lost it."""
+        """The client has closed the connection, or lost it, or isn't worked for any more."""
+        if self.disconnected:
+            return
         self.disconnected = True
         self._wake()
         if self._is_cancelled_if_left and self.task is not None and not self.response_complete:
@@ -299,8 +305,10 @@ class DirectExchange:
         return self._body_size > self._limit_bytes
 
     def _break(self) -> None:
+        if self.disconnected:
+            return
         transport = self._owner.transport
-        if self._head is not None and not self.disconnected:
+        if self._head is not None:
             transport.write(self._head)
         if self._ends_with_connection:
             _reset(transport)  # its orderly end would be the answer's

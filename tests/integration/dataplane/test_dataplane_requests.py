@@ -164,10 +164,10 @@ async def test_query_string_is_kept(
         pytest.param(CHAT, {"messages": "hi"}, 400, "messages", id="messages-text"),
         pytest.param(COMPLETIONS, {"model": "m"}, 400, "prompt", id="no-prompt"),
         pytest.param(COMPLETIONS, {"prompt": 5}, 400, "prompt", id="prompt-number"),
-        pytest.param(COMPLETIONS, {"prompt": "p", "stream": "yes"}, 400, "stream", id="stream"),
+        pytest.param(COMPLETIONS, {"prompt": "p", "stream": "oui"}, 400, "stream", id="stream"),
         pytest.param(
             COMPLETIONS,
-            {"prompt": "p", "stream": True, "stream_options": {"include_usage": 1}},
+            {"prompt": "p", "stream": True, "stream_options": {"include_usage": 2}},
             400,
             "stream_options.include_usage",
             id="include-usage",

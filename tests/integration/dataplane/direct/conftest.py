@@ -101,6 +101,11 @@ class _Server(uvicorn.Server):
 
 async def _hello(scope: Any, receive: Any, send: Any) -> None:
     """An application that answers every other path."""
+    if scope["path"] == "/large":  # refused before it is read
+        last = [(b"content-length", b"2"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 413, "headers": last})
+        await send({"type": "http.response.body", "body": b"no"})
+        return
     body = scope["path"].encode() + b"?" + scope["query_string"] + b" "
     is_read = False
     while not is_read:
