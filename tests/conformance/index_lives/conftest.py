@@ -321,7 +321,7 @@ class Life:
         """
         if self.is_connected and not self.batches:
             self._delayed.clear()
-            self.answer(10_000)
+            self._answer_all()
         else:
             self.settle_with_a_batch()
         assert self.is_settled
@@ -332,12 +332,16 @@ class Life:
             self._perform(self.stream.on_live(*batch))
         self._delayed.clear()
         self.send(())
+        self._answer_all()
+        assert self.is_settled
+
+    def _answer_all(self) -> None:
+        """And what was given up in silence is asked for anew, as the subscriber does after a while."""
         self.answer(10_000)
         if self._is_silenced and self.stream.wants_rebuild:
             self._perform(self.stream.on_rebuild_wanted())
             self.answer(10_000)
         self._is_silenced = False
-        assert self.is_settled
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         """In order, as the subscriber does; what a batch showed goes back to the stream."""

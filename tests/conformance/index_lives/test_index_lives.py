@@ -283,6 +283,21 @@ def test_epoch_without_a_batch_is_nothing_to_go_on_with(indexed_fleet: type[Flee
     fleet.teardown()
 
 
+def test_unproved_life_of_an_idle_engine_ends_once_replay_answers(
+    indexed_fleet: type[Fleet],
+) -> None:
+    """Whether it restarted was asked in vain, and it publishes nothing that could tell."""
+    fleet = indexed_fleet()
+    fleet.publish(0, sent=[([("store", 0, Tier.GPU, 0)], "sent")], settles=True)
+    fleet.restart(0, is_seen=True)
+    fleet.silence(0)
+    fleet.silence(0)
+    fleet.settle(0)
+    fleet.every_prompt_has_the_overlap_of_the_model()
+    fleet.index_holds_what_can_be_reached_and_no_more()
+    fleet.teardown()
+
+
 @pytest.mark.timeout(3600)
 def test_fleet_answers_as_the_model_does(indexed_fleet: type[Fleet]) -> None:
     """Whatever engines say and in whatever order, every prompt's overlap is the model's."""
