@@ -35,6 +35,12 @@ the tree; `python tests/sabotage.py F03 gap` with those whose names hold one of 
 
 Where a simulated engine can spoil its own stream, the switch is in `simulator/core/event_faults.py`; a running one takes it by
 `POST /simulator/faults`, for example `{"drop_every": 3, "replay": "silent"}`.
+
+What several of them do together is played by random lives of a fleet, whose batches are lost, doubled and overtaken, whose replays stop or stay silent and
+whose engines restart, compared after each step with a model that works every answer out from scratch:
+`HYPOTHESIS_PROFILE=deep python -m pytest --timeout 3600 tests/conformance/index_lives` plays 300 lives of up to 40 steps in memory, as many in Redis and
+as many over shared tables. On 2026-11-30 there was no difference in any of the three (five minutes). The run before it had found one in the model:
+an engine that restarts, is asked twice in vain and publishes nothing loses its old blocks only when it is asked again.
 """
 
 Fault = dict[str, Any]
