@@ -131,9 +131,37 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
     """Special tokens by name, as text; absent and null ones are left undefined.
 
-    So are `additional_special_tokens`: transformers 5 doesn't show templates that list.
+    Those that a model names itself (`image_token`) win, as in transformers 5.
     """
-    return {name: _token_text(config[name]) for name in SPECIAL_NAMES if config.get(name)}
+    usual = {name: _token_text(config[name]) for name in SPECIAL_NAMES if config.get(name)}
+    return usual | {name: _token_text(each) for name, each in _own_tokens(config).items()}
+
+
+def _own_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model names beside the usual ones: fields of their own, and tables of them.
+
+    A list (`additional_special_tokens`) has no names: templates aren't shown it.
+    """
+    own = {
+        name: each
+        for name, each in config.items()
+        if name.endswith("_token") and name not in SPECIAL_NAMES
+    }
+    listed = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    own = _tokens_of(own) | _tokens_of(listed)
+    return own or _tokens_of(config.get("model_specific_special_tokens"))
+
+
+def _tokens_of(table: Any) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        return {}
+    return {name: each for name, each in table.items() if _is_token(each)}
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, dict) and value.get("__type") == "AddedToken"
+    )
 
 
 def _token_text(token: Any) -> Any:

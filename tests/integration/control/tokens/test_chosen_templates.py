@@ -104,6 +104,30 @@ TEMPLATES = [
         "{{ additional_special_tokens if additional_special_tokens is defined }}",
     },
 ]
+PRINTS_ALL = "{{ [eos_token, image_token, audio_token, eoi] | join('|') }}"
+ADDED = {"__type": "AddedToken", "content": "<i>", "special": True}
+# What `special_tokens_map` of transformers 5.19 is for them, which its templates see.
+OWN_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    ("own-none", {}, "<e>|||"),
+    ("own-fields", {"image_token": "<i>", "audio_token": ADDED}, "<e>|<i>|<i>|"),
+    ("own-table", {"extra_special_tokens": {"image_token": ADDED, "eoi": "<o>"}}, "<e>|<i>||<o>"),
+    (
+        "own-both",
+        {"audio_token": "<a>", "extra_special_tokens": {"audio_token": "<b>", "eoi": "<o>"}},
+        "<e>||<b>|<o>",
+    ),
+    ("own-list", {"extra_special_tokens": ["<i>"]}, "<e>|||"),
+    ("own-old-table", {"additional_special_tokens": {"image_token": "<i>"}}, "<e>|<i>||"),
+    ("own-saved", {"model_specific_special_tokens": {"image_token": "<i>"}}, "<e>|<i>||"),
+    (
+        "own-saved-and-field",
+        {"model_specific_special_tokens": {"image_token": "<i>"}, "audio_token": "<a>"},
+        "<e>||<a>|",
+    ),
+    ("own-over-usual", {"extra_special_tokens": {"eos_token": "<z>"}}, "<z>|||"),
+    ("own-no-tokens", {"image_token": None, "audio_token": {"content": "<a>"}}, "<e>|||"),
+    ("own-flag", {"add_eos_token": False, "image_token": ""}, "<e>|||"),
+]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -133,6 +157,15 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
             {"tools": TOOLS},
             "with tools <end>",
             id="named-tool-use",
+        ),
+        *(
+            pytest.param(
+                {"tokenizer_config.json": {"chat_template": PRINTS_ALL, "eos_token": "<e>"} | told},
+                {},
+                expected,
+                id=name,
+            )
+            for name, told, expected in OWN_TOKENS
         ),
         pytest.param({"tokenizer_config.json": {}}, {}, None, id="none"),
         pytest.param({"config.json": {"model_type": "gpt_oss"}}, {}, None, id="own-renderer"),
