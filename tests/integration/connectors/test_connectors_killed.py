@@ -1,7 +1,7 @@
 """Engines that are killed or restarted while blocks go from one to another, with every connector."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,52 @@ Body = Callable[..., dict[str, Any]]
 Expected = Callable[[int], str]
 
 
+IsVictim = Callable[[Any, RunningEngine], bool]
+
+
+async def ask_and_kill(stage: Any, is_victim: IsVictim) -> tuple[httpx.Response, RunningEngine]:
+    """Stop the first engine that is so while a completion is on its way."""
+    engines: Sequence[RunningEngine] = stage.fleet.engines
+
+    async def found() -> RunningEngine:
+        async with asyncio.timeout(20):
+            while True:
+                for each in engines:
+                    if is_victim(stage, each):
+                        return each
+                await asyncio.sleep(0.002)
+
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(stage.complete())
+        victim = await found()
+        await stage.fleet.stop(victim)
+    return asked.result(), victim
+
+
+def has_work(engine: RunningEngine) -> bool:
+    return any(rank.in_flight for rank in engine.engine.ranks)
+
+
+def works(role: str) -> IsVictim:
+    """An engine of this role has the request."""
+    return lambda _, engine: engine.role == role and has_work(engine)
+
+
+def has_prefilled(stage: Any, engine: RunningEngine) -> bool:
+    """It has sampled its token and has nothing to do any more, while decode is still reading."""
+    ranks = engine.engine.ranks
+    tokens = sum(rank.core.statistics.generation_tokens for rank in ranks)
+    has_answered = engine.role == "prefill" and tokens > 0 and not has_work(engine)
+    return has_answered and has_work(stage.engine("d0"))
+
+
 async def test_a_prefill_engine_killed_during_its_leg_is_replaced(
     case: Any, tmp_path: Path, on_stage: OnStage, expected_text: Expected
 ) -> None:
     """The client gets its answer; the decode engine isn't left waiting."""
     slow: dict[str, Any] = {"prefill_tokens_per_s": 1500.0}
     async with on_stage(case, "2p1d", tmp_path / "kvlb.yaml", **slow) as stage:
-        async with asyncio.TaskGroup() as group:
-            asked = group.create_task(stage.complete())
-            victim = await running_prefill(stage)
-            await stage.fleet.stop(victim)
-        answer = asked.result()
+        answer, victim = await ask_and_kill(stage, works("prefill"))
         await stage.until_state("d0", "in_flight", 0)
         decode = await stage.state("d0")
 
@@ -37,43 +72,17 @@ async def test_a_prefill_engine_killed_during_its_leg_is_replaced(
     assert decode["corrupt_reads"] == 0
 
 
-async def running_prefill(stage: Any) -> Any:
-    """Wait until one of the prefill engines computes; it is that one."""
-    sources = [each for each in stage.fleet.engines if each.role == "prefill"]
-    async with asyncio.timeout(20):
-        while True:
-            for each in sources:
-                if any(rank.in_flight for rank in each.engine.ranks):
-                    return each
-            await asyncio.sleep(0.002)
-
-
 async def test_a_decode_engine_killed_before_its_first_byte_is_replaced(
     case: Any, tmp_path: Path, on_stage: OnStage, expected_text: Expected
 ) -> None:
     """Both legs run again, since the transfer may be spent; the client gets its answer."""
     slow: dict[str, Any] = {"transfer_latency_ms": 400.0}
     async with on_stage(case, "1p2d", tmp_path / "kvlb.yaml", **slow) as stage:
-        async with asyncio.TaskGroup() as group:
-            asked = group.create_task(stage.complete())
-            victim = await loading_decode(stage)
-            await stage.fleet.stop(victim)
-        answer = asked.result()
+        answer, victim = await ask_and_kill(stage, works("decode"))
 
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-kvlb-instance"] != victim.name
     assert answer.json()["choices"][0]["text"] == expected_text(0)
-
-
-async def loading_decode(stage: Any) -> Any:
-    """Wait until one of the decode engines has the request; it is that one."""
-    targets = [each for each in stage.fleet.engines if each.role == "decode"]
-    async with asyncio.timeout(20):
-        while True:
-            for each in targets:
-                if any(rank.in_flight for rank in each.engine.ranks):
-                    return each
-            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("name", ["nixl", "nixl-push", "mooncake", "moriio-write", "p2p-nccl"])
@@ -99,36 +108,13 @@ async def test_a_prefill_engine_killed_after_its_leg_is_replaced(
     """What the decode engine was about to read is gone: both legs run again, or a storage has it."""
     slow: dict[str, Any] = {"transfer_latency_ms": 400.0}
     async with on_stage(case, "2p1d", tmp_path / "kvlb.yaml", **slow) as stage:
-        async with asyncio.TaskGroup() as group:
-            asked = group.create_task(stage.complete())
-            victim = await finished_prefill(stage)
-            await stage.fleet.stop(victim)
-        answer = asked.result()
+        answer, _ = await ask_and_kill(stage, has_prefilled)
         await stage.until_state("d0", "in_flight", 0)
         decode = await stage.state("d0")
 
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == expected_text(0)
     assert decode["corrupt_reads"] == 0
-
-
-async def finished_prefill(stage: Any) -> Any:
-    """Wait until one of the prefill engines has computed while decode is still reading."""
-    sources = [each for each in stage.fleet.engines if each.role == "prefill"]
-    decode = stage.engine("d0").engine
-    async with asyncio.timeout(20):
-        while True:
-            done = [each for each in sources if has_answered(each)]
-            if done and any(rank.in_flight for rank in decode.ranks):
-                return done[0]
-            await asyncio.sleep(0.002)
-
-
-def has_answered(engine: RunningEngine) -> bool:
-    """It has sampled a token and has nothing to do any more."""
-    ranks = engine.engine.ranks
-    tokens = sum(rank.core.statistics.generation_tokens for rank in ranks)
-    return tokens > 0 and not any(rank.in_flight for rank in ranks)
 
 
 async def test_a_decode_engine_killed_behind_its_first_byte_ends_its_stream_with_an_error(
