@@ -1,13 +1,16 @@
 """Tokenizer directories that a test may change, and prompts that are compared by their tokens."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from balancer.core.prompt.shape import TextShape
+from balancer.core.request import GenerateRequest, PromptView
 from balancer.tokens.directory import load_tokenizer
+from balancer.tokens.reader import PromptReader
 from indexer.core.index import Prompt
 
 
@@ -53,3 +56,22 @@ def put() -> Callable[[Path, str, object], None]:
         (directory / name).write_text(text, "utf-8")
 
     return write
+
+
+@pytest.fixture
+def tokenizer_copy(tmp_path: Path, copy_tokenizer: Callable[[Path], None]) -> Path:
+    """A tokenizer's directory that a test may change."""
+    copy_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def read(
+    make_request: Callable[..., GenerateRequest], fleet_of: Callable[..., Any]
+) -> Callable[..., Awaitable[PromptView]]:
+    """Have a reader read the prompt of a request."""
+
+    async def ask(reader: PromptReader, body: object, **request: Any) -> PromptView:
+        return await reader.read(fleet_of(), make_request(body, **request))
+
+    return ask

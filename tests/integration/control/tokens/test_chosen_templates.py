@@ -1,6 +1,6 @@
 """Chat templates: where they are found, which is chosen, and what happens to bad ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from indexer.core.index import Prompt
 
 SameTokens = Callable[[Prompt, list[int]], bool]
 TokensOf = Callable[[str, str], Sequence[int]]
-CopyTokenizer = Callable[[Path], None]
 Put = Callable[[Path, str, object], None]
 
+Read = Callable[..., Awaitable[Any]]
 MakeRequest = Callable[..., GenerateRequest]
 MakeReader = Callable[..., PromptReader]
 FleetOf = Callable[..., Any]
@@ -31,39 +31,27 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 
 async def test_template_that_loops_is_stopped_and_left_alone(
-    tmp_path: Path,
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    copy_tokenizer: CopyTokenizer,
-    put: Put,
+    read: Read, tokenizer_copy: Path, make_reader: MakeReader, put: Put
 ) -> None:
     """It costs a few renderings, never a thread; texts are read as ever."""
-    copy_tokenizer(tmp_path)
-    put(tmp_path, "chat_template.jinja", LOOPS)
-    reader = make_reader(models={"tiny": str(tmp_path)}, workers=1, deadline_s=50.0)
+    put(tokenizer_copy, "chat_template.jinja", LOOPS)
+    reader = make_reader(models={"tiny": str(tokenizer_copy)}, workers=1, deadline_s=50.0)
 
-    views = [await reader.read(fleet_of(), make_request({"messages": HI})) for _ in range(4)]
-    text = await reader.read(fleet_of(), make_request({"prompt": "hi"}))
+    views = [await read(reader, {"messages": HI}) for _ in range(4)]
+    text = await read(reader, {"prompt": "hi"})
 
     assert {view.unscorable for view in views} == {"template_endless"}
     assert text.source == "local"
 
 
 async def test_template_that_fails_refuses(
-    tmp_path: Path,
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    copy_tokenizer: CopyTokenizer,
-    put: Put,
+    read: Read, tokenizer_copy: Path, make_reader: MakeReader, put: Put
 ) -> None:
     """Whatever it stumbles over; the engine's own will, too."""
-    copy_tokenizer(tmp_path)
-    put(tmp_path, "chat_template.jinja", "{{ messages[0].nothing.at_all }}")
-    reader = make_reader(models={"tiny": str(tmp_path)}, engine_fallback=False)
+    put(tokenizer_copy, "chat_template.jinja", "{{ messages[0].nothing.at_all }}")
+    reader = make_reader(models={"tiny": str(tokenizer_copy)}, engine_fallback=False)
 
-    view = await reader.read(fleet_of(), make_request({"messages": HI}))
+    view = await read(reader, {"messages": HI})
 
     assert view.unscorable == "refused"
 
@@ -172,29 +160,26 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     ],
 )
 async def test_template_is_found_where_models_ship_it(
+    read: Read,
     files: dict[str, Any],
     fields: dict[str, Any],
     expected: str | None,
-    tmp_path: Path,
+    tokenizer_copy: Path,
     make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    copy_tokenizer: CopyTokenizer,
     put: Put,
 ) -> None:
     """Without a template, or with a model that has none, chats are the engine's business."""
-    copy_tokenizer(tmp_path)
     if "config.json" not in files:
-        (tmp_path / "chat_template.jinja").unlink()
+        (tokenizer_copy / "chat_template.jinja").unlink()
     for name, value in files.items():
-        put(tmp_path, name, value)
-    reader = make_reader(models={"tiny": str(tmp_path)}, engine_fallback=False)
+        put(tokenizer_copy, name, value)
+    reader = make_reader(models={"tiny": str(tokenizer_copy)}, engine_fallback=False)
 
-    chat = await reader.read(fleet_of(), make_request({"messages": HI, **fields}))
+    chat = await read(reader, {"messages": HI, **fields})
     if expected is None:
         assert chat.unscorable == "no_tokenizer"
         return
-    text = await reader.read(fleet_of(), make_request({"prompt": expected}))
+    text = await read(reader, {"prompt": expected})
 
     assert list(chat.prompts[0].keys(1)) == list(text.prompts[0].keys(1))
 
@@ -226,24 +211,22 @@ def test_templates_are_chosen_as_engines_do(
     files: dict[str, Any],
     flags: EngineFlags,
     expected: list[str],
-    tmp_path: Path,
+    tokenizer_copy: Path,
     tokens_of: TokensOf,
-    copy_tokenizer: CopyTokenizer,
     put: Put,
 ) -> None:
     """By whether there are tools, and by what the operator says."""
-    copy_tokenizer(tmp_path)
-    (tmp_path / "additional_chat_templates").mkdir()
+    (tokenizer_copy / "additional_chat_templates").mkdir()
     for name, value in files.items():
-        put(tmp_path, name, value)
+        put(tokenizer_copy, name, value)
     if flags.chat_template is not None:
-        flags = EngineFlags(chat_template=str(tmp_path / flags.chat_template))
-    tokenizer = load_tokenizer(tmp_path, str, flags)
+        flags = EngineFlags(chat_template=str(tokenizer_copy / flags.chat_template))
+    tokenizer = load_tokenizer(tokenizer_copy, str, flags)
 
     found = [tokenizer.encode(shape) for shape in (ASKED, ChatShape(messages=HI, tools=TOOLS))]
 
     assert [list(ids[0]) for ids in found] == [
-        list(tokens_of(str(tmp_path), text)) for text in expected
+        list(tokens_of(str(tokenizer_copy), text)) for text in expected
     ]
 
 

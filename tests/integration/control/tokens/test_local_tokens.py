@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from indexer.core.hashing import Namespace
 from indexer.core.index import Prompt
 
 SameTokens = Callable[[Prompt, list[int]], bool]
-CopyTokenizer = Callable[[Path], None]
 Put = Callable[[Path, str, object], None]
 
+Read = Callable[..., Awaitable[Any]]
 MakeRequest = Callable[..., GenerateRequest]
 MakeReader = Callable[..., PromptReader]
 FleetOf = Callable[..., Any]
@@ -59,11 +59,9 @@ async def test_local_ids_are_those_of_the_real_engine(
     assert compared > 5
 
 
-async def test_ids_are_used_as_they_are(
-    make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
-) -> None:
+async def test_ids_are_used_as_they_are(read: Read, make_reader: MakeReader) -> None:
     """Nobody is asked about them."""
-    view = await make_reader().read(fleet_of(), make_request({"prompt": [[1, 2], [3]]}))
+    view = await read(make_reader(), {"prompt": [[1, 2], [3]]})
 
     assert view.source == "ids"
     assert [prompt.tokens for prompt in view.prompts] == [2, 1]
@@ -79,17 +77,12 @@ async def test_ids_are_used_as_they_are(
     ],
 )
 async def test_too_much_is_neither_packed_nor_hashed(
-    prompt: Any,
-    reason: str,
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    tokenizer_directory: str,
+    read: Read, prompt: Any, reason: str, make_reader: MakeReader, tokenizer_directory: str
 ) -> None:
     """One client's huge request mustn't hold up the others: it is routed by load."""
     reader = make_reader(models={"tiny": tokenizer_directory}, max_prompts=4, max_prompt_tokens=10)
 
-    view = await reader.read(fleet_of(), make_request({"prompt": prompt}))
+    view = await read(reader, {"prompt": prompt})
 
     assert view.unscorable == reason
     assert view.prompts == ()
@@ -105,22 +98,22 @@ async def test_too_much_is_neither_packed_nor_hashed(
     ],
 )
 async def test_ids_that_are_none_are_left_to_the_engine(
-    prompt: Any, make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf
+    read: Read, prompt: Any, make_reader: MakeReader
 ) -> None:
     """The engine answers 400; we only know nothing."""
-    view = await make_reader().read(fleet_of(), make_request({"prompt": prompt}))
+    view = await read(make_reader(), {"prompt": prompt})
 
     assert view.unscorable == "bad_tokens"
     assert view.prompts == ()
 
 
 async def test_ids_are_truncated(
-    make_reader: MakeReader, make_request: MakeRequest, fleet_of: FleetOf, same_tokens: SameTokens
+    read: Read, make_reader: MakeReader, same_tokens: SameTokens
 ) -> None:
     """As the engine does."""
     body = {"prompt": [1, 2, 3], "truncate_prompt_tokens": 2}
 
-    view = await make_reader().read(fleet_of(), make_request(body))
+    view = await read(make_reader(), body)
 
     assert same_tokens(view.prompts[0], [2, 3])
 
@@ -137,37 +130,26 @@ async def test_namespace_holds_base_model_adapter_and_salt(
 
 
 async def test_chat_has_no_doubled_bos(
-    tmp_path: Path,
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    copy_tokenizer: CopyTokenizer,
-    put: Put,
+    read: Read, tokenizer_copy: Path, make_reader: MakeReader, put: Put
 ) -> None:
     """A tokenizer that adds a BOS does so for completions, not for rendered chats."""
-    copy_tokenizer(tmp_path)
-    add_bos(tmp_path / "tokenizer.json")
-    put(tmp_path, "tokenizer_config.json", {})  # where it says nothing, the tokenizer's own counts
-    reader = make_reader(models={"tiny": str(tmp_path)})
+    add_bos(tokenizer_copy / "tokenizer.json")
+    put(
+        tokenizer_copy, "tokenizer_config.json", {}
+    )  # where it says nothing, the tokenizer's own counts
+    reader = make_reader(models={"tiny": str(tokenizer_copy)})
 
-    text = await reader.read(fleet_of(), make_request({"prompt": "hi"}))
-    bare = await reader.read(
-        fleet_of(), make_request({"prompt": "hi", "add_special_tokens": False})
-    )
-    chat = await reader.read(fleet_of(), make_request({"messages": HI}))
-    doubled = await reader.read(
-        fleet_of(), make_request({"messages": HI, "add_special_tokens": True})
-    )
+    text = await read(reader, {"prompt": "hi"})
+    bare = await read(reader, {"prompt": "hi", "add_special_tokens": False})
+    chat = await read(reader, {"messages": HI})
+    doubled = await read(reader, {"messages": HI, "add_special_tokens": True})
 
     assert text.prompts[0].tokens == bare.prompts[0].tokens + 1
     assert doubled.prompts[0].tokens == chat.prompts[0].tokens + 1
 
 
 async def test_second_turn_begins_with_the_first(
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    tokenizer_directory: str,
+    read: Read, make_reader: MakeReader, tokenizer_directory: str
 ) -> None:
     """Turn two gets credit for turn one's blocks; template variables are honoured."""
     reader = make_reader(models={"tiny": tokenizer_directory})
@@ -176,17 +158,14 @@ async def test_second_turn_begins_with_the_first(
     answer = {"role": "assistant", "content": "<think>\n\n</think>\n\nyes"}
     second = first | {"messages": [*HI, answer, {"role": "user", "content": "go on"}]}
 
-    one = (await reader.read(fleet_of(), make_request(first))).prompts[0]
-    two = (await reader.read(fleet_of(), make_request(second))).prompts[0]
+    one = (await read(reader, first)).prompts[0]
+    two = (await read(reader, second)).prompts[0]
 
     assert list(two.keys(1))[: one.tokens] == list(one.keys(1))
 
 
 async def test_final_message_is_continued(
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    tokenizer_directory: str,
+    read: Read, make_reader: MakeReader, tokenizer_directory: str
 ) -> None:
     """The open message is the end of the prompt."""
     reader = make_reader(models={"tiny": tokenizer_directory})
@@ -201,24 +180,21 @@ async def test_final_message_is_continued(
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nwell, "
     )
 
-    opened = await reader.read(fleet_of(), make_request(body))
-    plain = await reader.read(fleet_of(), make_request({"prompt": text}))
+    opened = await read(reader, body)
+    plain = await read(reader, {"prompt": text})
 
     assert list(opened.prompts[0].keys(1)) == list(plain.prompts[0].keys(1))
 
 
 async def test_repeated_prompt_is_free(
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    tokenizer_directory: str,
+    read: Read, make_reader: MakeReader, tokenizer_directory: str
 ) -> None:
     """Sampling parameters don't matter, the text does."""
     reader = make_reader(models={"tiny": tokenizer_directory})
 
-    first = await reader.read(fleet_of(), make_request({"prompt": "hello"}))
-    again = await reader.read(fleet_of(), make_request({"prompt": "hello", "max_tokens": 5}))
-    other = await reader.read(fleet_of(), make_request({"prompt": "hello!"}))
+    first = await read(reader, {"prompt": "hello"})
+    again = await read(reader, {"prompt": "hello", "max_tokens": 5})
+    other = await read(reader, {"prompt": "hello!"})
 
     assert [first.source, again.source, other.source] == ["local", "cache", "local"]
     assert list(again.prompts[0].keys(1)) == list(first.prompts[0].keys(1))
@@ -249,37 +225,26 @@ async def test_repeated_prompt_is_free(
     ],
 )
 async def test_what_cannot_be_scored_has_a_reason(
-    body: dict[str, Any],
-    reason: str,
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    tokenizer_directory: str,
+    read: Read, body: dict[str, Any], reason: str, make_reader: MakeReader, tokenizer_directory: str
 ) -> None:
     """It is routed by load, and by how it begins; nothing is fetched and nothing raised."""
     reader = make_reader(models={"tiny": tokenizer_directory}, engine_fallback=False)
 
-    view = await reader.read(fleet_of(), make_request(body))
+    view = await read(reader, body)
 
     source = "none" if reason in {"bad_prompt", "prompt_embeds"} else "opening"
     assert (view.unscorable, view.source, view.prompts) == (reason, source, ())
 
 
 async def test_special_tokens_in_text_may_be_text(
-    tmp_path: Path,
-    make_reader: MakeReader,
-    make_request: MakeRequest,
-    fleet_of: FleetOf,
-    copy_tokenizer: CopyTokenizer,
-    put: Put,
+    read: Read, tokenizer_copy: Path, make_reader: MakeReader, put: Put
 ) -> None:
     """`split_special_tokens`: then nothing is cut at them either."""
-    copy_tokenizer(tmp_path)
-    reader = make_reader(models={"tiny": str(tmp_path)})
-    put(tmp_path, "tokenizer_config.json", {"split_special_tokens": True})
+    reader = make_reader(models={"tiny": str(tokenizer_copy)})
+    put(tokenizer_copy, "tokenizer_config.json", {"split_special_tokens": True})
     text = "<|im_end|>"
 
-    view = await reader.read(fleet_of(), make_request({"prompt": text}))
+    view = await read(reader, {"prompt": text})
 
     assert view.prompts[0].tokens > 1
 
