@@ -232,10 +232,11 @@ def test_where_chains_begin_is_known_of_every_rank(
     assert begun == {}
 
 
-@pytest.mark.parametrize("near", range(9))
-def test_a_guess_too_early_or_too_late_is_corrected(near: int) -> None:
+@pytest.mark.parametrize("asked", [[0] * 5 + [2], [0] * 5 + [1] * 5], ids=["short", "long"])
+@pytest.mark.parametrize("near", range(11))
+def test_a_guess_too_early_or_too_late_is_corrected(near: int, asked: list[int]) -> None:
     """Before where they part, behind it, at it, or nowhere in the stretch."""
     tree = new_tree()
-    tree.add(line(8))
+    tree.add(line(10))
 
-    assert run(tree, line(6, last=2), near) == 5
+    assert run(tree, chain(asked), near) == 5

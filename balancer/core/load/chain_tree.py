@@ -11,8 +11,8 @@ Rules:
    are both. Looking at a tree is mostly waiting for memory.
 5. Trees of different ranks share nothing but where they begin: who asks all of them about a prompt
    looks its first block up once.
-6. Where one prompt parted from a stretch others part, too; and where it parted from a chain of one rank
-   it parts from those of others. Both are tried before anything is searched for.
+6. A chain leaves what others share in one place, a prompt in another, and they part where the first of
+   them does. Both are known from those who parted before: that is tried before anything is searched for.
 
 Cost: per chain, in, out or looked up, one step per stretch it passes, and where it ends within one two
 comparisons or log2(blocks). A set of keys takes one step per block, and that of every chain.
@@ -41,7 +41,7 @@ class Stretch(msgspec.Struct, eq=False):
     used: int = 0
     """Those of them that are in use; the others are expected."""
     parted: int = 0
-    """Where a prompt that was looked up parted from it."""
+    """How far those that parted from it went at most: often where its chain left what others share."""
     following: "dict[BlockKey, Stretch]" = msgspec.field(default_factory=dict)
     """By their first keys."""
 
@@ -140,26 +140,33 @@ def run_blocks(top: Stretch | None, keys: Sequence[BlockKey], near: int = 0) -> 
 
 def _common(stretch: Stretch, keys: Sequence[BlockKey], near: int) -> int:
     """Where `keys`, which enter `stretch`, leave it or end; perhaps it is at `near`."""
-    known = stretch.keys
-    high = min(stretch.end, len(keys)) - 1
-    if keys[high] == known[high]:  # the usual case: the whole of it, or the same prompt again
-        return high + 1
-    low = stretch.start + 1
-    for guess in (near, stretch.parted):
-        if low <= guess <= high:
+    known, parted = stretch.keys, stretch.parted
+    low, high = stretch.start + 1, min(stretch.end, len(keys))
+    most = high
+    for guess in (near, parted) if near < parted or not parted else (parted, near):
+        if low <= guess < high:
             if keys[guess - 1] != known[guess - 1]:
                 high = guess - 1
             elif keys[guess] != known[guess]:
-                return guess
+                low = high = guess
             else:
                 low = guess + 1
+    if low < high:
+        is_whole = high == most and keys[high - 1] == known[high - 1]
+        low = high if is_whole else _searched(known, keys, low, high)
+    if parted < low < most:
+        stretch.parted = low
+    return low
+
+
+def _searched(known: Sequence[BlockKey], keys: Sequence[BlockKey], low: int, high: int) -> int:
+    """Where they part, if it is somewhere from `low` to `high`."""
     while low < high:
         middle = (low + high) // 2
         if keys[middle] == known[middle]:
             low = middle + 1
         else:
             high = middle
-    stretch.parted = low
     return low
 
 
