@@ -21,6 +21,10 @@ BACKLOG = 4096
 CLIENT_KEEP_ALIVE_S = 75
 """Above the idle limits of common clients, so that they close idle connections, not we."""
 
+ACCEPTED_PER_TURN = 16
+"""libuv takes one connection per listening socket and turn of the loop. In a crowd, whose requests make
+turns long, who came last would not be read before nearly everybody else had an answer."""
+
 logger = structlog.stdlib.get_logger(__name__)
 
 
@@ -94,19 +98,19 @@ async def serve_on(
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
     )
-    with through_structlog():
+    with through_structlog(), several(listener) as listeners:
         async with asyncio.TaskGroup() as group:
             watchers = [
                 group.create_task(_watch(server, app, stop, listener, on_listening)),
                 group.create_task(_watch_broken(server, app)),
             ]
             try:
-                await server.serve(sockets=[listener])
+                await server.serve(sockets=listeners)
             except asyncio.CancelledError:
                 # No time for running answers, but the application closes what it opened.
                 server.config.timeout_graceful_shutdown = 0
                 if server.started:
-                    await server.shutdown([listener])
+                    await server.shutdown(listeners)
                 raise
             for watcher in watchers:
                 watcher.cancel()
@@ -137,6 +141,14 @@ async def _watch_broken(server: EmbeddedServer, app: App) -> None:
     await app.broken.wait()
     app.start_draining()
     server.should_exit = True
+
+
+@contextlib.contextmanager
+def several(listener: socket.socket) -> Iterator[list[socket.socket]]:
+    """The socket by several descriptors, each of which the loop accepts from in every turn."""
+    with contextlib.ExitStack() as opened:
+        others = [opened.enter_context(listener.dup()) for _ in range(ACCEPTED_PER_TURN - 1)]
+        yield [listener, *others]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -10,8 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import uvloop
 
-from balancer.server import BACKLOG, listen
+from balancer.server import BACKLOG, listen, several
 
 BURST = 512
 
@@ -68,3 +69,35 @@ def test_connections_wait_in_line_however_many_come_at_once() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def accepted_within(turns: int, listener: socket.socket) -> int:
+    """How many connections the loop takes in so many turns."""
+    loop, made = asyncio.get_running_loop(), list[asyncio.BaseTransport]()
+
+    class Taken(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+
+    with several(listener) as listeners:
+        servers = [await loop.create_server(Taken, sock=each) for each in listeners]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for server in servers:
+            server.close()
+        for transport in made:
+            transport.close()
+    return len(made)
+
+
+def test_a_crowd_is_accepted_in_a_few_turns_of_the_loop() -> None:
+    """One by one, the last would wait for as many long turns as there are others."""
+    with (
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        listen("127.0.0.1", 0) as listener,
+        ExitStack() as stack,
+    ):
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+
+        assert runner.run(accepted_within(8, listener)) == 64
