@@ -11,6 +11,9 @@ Rules:
 3. Where a name has had one life, as nearly always, nothing is kept apart.
 4. Of adapters without a block the `MOST_IDLE` that had one last are remembered, for requests of an
    old life that are still under way: services that load one for each user name ever new ones.
+5. Whose blocks under a salt are can't be told after a restart: salts are not kept. They give credit
+   until an adapter begins another life, or may do so (a new name, where one may be forgotten): then
+   all of them end. That can cost other tenants credit; none gets any for old weights.
 
 Not handled: an adapter reloaded in place keeps its id, its name and its path, and the engine keeps
 the old weights' blocks itself. Nothing in any event tells of it.
@@ -40,7 +43,17 @@ Place = tuple[int, EngineHash]
 class Adapters:
     """The adapters of one rank."""
 
-    __slots__ = ("_blocks", "_ended", "_idle", "_ids", "_model", "_newest", "_root_of", "are_known")
+    __slots__ = (
+        "_blocks",
+        "_ended",
+        "_idle",
+        "_ids",
+        "_model",
+        "_newest",
+        "_root_of",
+        "_unsure",
+        "are_known",
+    )
 
     def __init__(self, model: str) -> None:
         self.are_known = False
@@ -58,9 +71,11 @@ class Adapters:
         """All others of `_newest`: the one that had a block last comes last."""
         self._ended: dict[Place, int] = {}
         """Copies of blocks of ended lives, and of what was stored under them."""
+        self._unsure: set[Place] = set()
+        """Blocks of an earlier process that any adapter may have stored."""
 
     def __len__(self) -> int:
-        return len(self._root_of) + len(self._ended)
+        return len(self._root_of) + len(self._ended) + len(self._unsure)
 
     def ids(self) -> tuple[tuple[int, int], ...]:
         """Root key and present id of each adapter: what outlives the process."""
@@ -74,6 +89,7 @@ class Adapters:
             self._lose(root, self._blocks[root])
         self._root_of.clear()
         self._ended.clear()
+        self._unsure.clear()
 
     def admits(self, event: BlockStored, groups: Mapping[int, Group]) -> bool:
         """Whether the event's blocks may give credit; if not, their copies are counted here.
@@ -88,18 +104,17 @@ class Adapters:
             root = root_key(Namespace(model=self._model, lora=lora))
             newest = self._newest.get(root)
             if newest is None or lora_id > newest:
-                self._newest[root], self._ids = lora_id, None
-                if newest is None:
-                    newest = lora_id
-                    self._rest(root)
-                self._end_life(root, groups)
+                self._begin_life(root, lora_id, groups)
                 is_ended = self._hangs_under_ended(event)
-            is_ended = is_ended or lora_id < newest
+            is_ended = is_ended or lora_id < self._newest[root]
+        places = [(number, each) for each in event.hashes]
         if is_ended:
-            for each in event.hashes:
-                self._count_ended((number, each), 1)
-        elif root is not None:
-            self._hold(root, [(number, each) for each in event.hashes])
+            for place in places:
+                self._count_ended(place, 1)
+        else:
+            self._unsure.difference_update(places)
+            if root is not None:
+                self._hold(root, places)
         return not is_ended
 
     def remove(self, number: int, group: Group, hashes: Sequence[EngineHash], tier: int) -> None:
@@ -115,29 +130,32 @@ class Adapters:
                 others.append(each)
         group.remove(others, tier)
         for each in others:
-            if (number, each) in self._root_of and not _copies(group, each):
-                self._lose(self._root_of.pop((number, each)), 1)
+            place = number, each
+            if place in self._root_of and not _copies(group, each):
+                self._lose(self._root_of.pop(place), 1)
+            elif place in self._unsure and not _copies(group, each):
+                self._unsure.remove(place)
 
     def restore(
         self, ids: Iterable[tuple[int, int]], rows: Mapping[int, Iterable[BlockRow]]
     ) -> None:
-        """Take over an earlier process's. Blocks under a salt are not found again."""
+        """Take over an earlier process's."""
         self._newest, self._ids = {BlockKey(root): lora_id for root, lora_id in ids}, None
         if not self._newest:
             return
         self.are_known = True
         every = [(group, row) for group, each in rows.items() for row in each]
-        children: dict[BlockKey, list[BlockKey]] = {}
-        for _, row in every:
-            if row.key is not None and row.parent is not None:
-                children.setdefault(row.parent, []).append(row.key)
+        children = _children(row for _, row in every)
         root_of = {key: root for root in self._newest for key in _descendants(root, children)}
+        unsalted = _descendants(root_key(Namespace(model=self._model)), children)
         for group, row in every:
+            place = group, row.engine_hash
             if row.key in root_of and any(row.copies):
-                self._hold(root_of[row.key], [(group, row.engine_hash)])
-        for root in tuple(self._newest):
-            if root not in self._blocks:
-                self._rest(root)
+                self._hold(root_of[row.key], [place])
+            elif row.key not in unsalted and any(row.copies):
+                self._unsure.add(place)
+        for root in [each for each in self._newest if each not in self._blocks]:
+            self._rest(root)
 
     def _hold(self, root: BlockKey, places: Sequence[Place]) -> None:
         """These are blocks of an adapter now, whosever they were."""
@@ -166,15 +184,29 @@ class Adapters:
             del self._idle[oldest], self._newest[oldest]
             self._ids = None
 
+    def _begin_life(self, root: BlockKey, lora_id: int, groups: Mapping[int, Group]) -> None:
+        is_known = root in self._newest
+        if is_known or len(self._newest) >= MOST_IDLE:  # where there are fewer, none was forgotten
+            unsure, self._unsure = self._unsure, set()
+            self._end(unsure, groups)
+        self._newest[root], self._ids = lora_id, None
+        if not is_known:
+            self._rest(root)
+        self._end_life(root, groups)
+
     def _end_life(self, root: BlockKey, groups: Mapping[int, Group]) -> None:
         if root not in self._blocks:
             return
         ended = [place for place, owner in self._root_of.items() if owner == root]
         for place in ended:
             del self._root_of[place]
-            number, engine_hash = place
-            self._count_ended(place, _take_out(groups[number], engine_hash))
+        self._end(ended, groups)
         self._lose(root, len(ended))
+
+    def _end(self, places: Iterable[Place], groups: Mapping[int, Group]) -> None:
+        for number, engine_hash in places:
+            copies = _take_out(groups[number], engine_hash)
+            self._count_ended((number, engine_hash), copies)
 
     def _count_ended(self, place: Place, copies: int) -> None:
         if copies:
@@ -204,6 +236,14 @@ def _take_out(group: Group, engine_hash: EngineHash) -> int:
 def _copies(group: Group, engine_hash: EngineHash) -> tuple[int, ...]:
     row = group.row(engine_hash)
     return row.copies if row is not None and any(row.copies) else ()
+
+
+def _children(rows: Iterable[BlockRow]) -> Mapping[BlockKey, Sequence[BlockKey]]:
+    children: dict[BlockKey, list[BlockKey]] = {}
+    for row in rows:
+        if row.key is not None and row.parent is not None:
+            children.setdefault(row.parent, []).append(row.key)
+    return children
 
 
 def _descendants(root: BlockKey, children: Mapping[BlockKey, Sequence[BlockKey]]) -> set[BlockKey]:

@@ -78,6 +78,25 @@ def removed(*names: int, **more: Any) -> BlockRemoved:
     return BlockRemoved([EngineHash(name) for name in names], **more)
 
 
+def resumed(rank: Rank) -> Rank:
+    """What the next process makes of all that `rank` told."""
+    rows: dict[int, dict[EngineHash, BlockRow]] = {}
+    for update in rank.updates:
+        for each in update.rows:
+            rows.setdefault(each.group, {}).update({row.engine_hash: row for row in each.rows()})
+    specs = [
+        each for update in rank.updates for each in update.changes if isinstance(each, GroupSpec)
+    ]
+    facts = rank.updates[-1].facts
+    assert facts is not None
+    later = Rank(new_blocks())
+    assert later.blocks.restore(
+        specs, {group: list(each.values()) for group, each in rows.items()}, facts
+    )
+    later.held = set(rank.held)
+    return later
+
+
 @pytest.fixture
 def rank() -> Rank:
     return Rank()
@@ -217,25 +236,72 @@ def test_reload_is_seen_after_a_restart_of_the_indexer(rank: Rank) -> None:
     rank.apply(stored(6, 7, lora=None, lora_id=None, kind="full_attention"))
     twins = [EngineHash(101), EngineHash(102)]
     rank.apply(stored(1, 2, hashes=twins, kind="full_attention"))
-    rows: dict[int, dict[EngineHash, BlockRow]] = {}
-    for update in rank.updates:
-        for each in update.rows:
-            rows.setdefault(each.group, {}).update({row.engine_hash: row for row in each.rows()})
-    specs = [each for each in rank.updates[0].changes if isinstance(each, GroupSpec)]
-    facts = rank.updates[-1].facts
-    assert facts
-    later = Rank(new_blocks())
-    restored = later.blocks.restore(
-        specs, {group: list(each.values()) for group, each in rows.items()}, facts
-    )
-    later.held = set(rank.held)
-    assert restored
+    later = resumed(rank)
 
     later.apply(stored(3, life=2, kind="full_attention"))
 
     assert later.credit(1, 2) == 0
     assert later.credit(6, 7, lora=None) == 2
     assert not {group for group, _, _ in later.held} - {0}
+
+
+SALTED: dict[str, Any] = {"extra_keys": [["ad1", "s"]]}
+PLAIN: dict[str, Any] = {"lora": None, "lora_id": None}
+
+
+def test_salted_blocks_end_after_a_restart_too(rank: Rank) -> None:
+    """Nobody knows any more whose they are, so all of them do; unsalted ones keep their credit."""
+    rank.apply(stored(1, **SALTED), stored(2, parent=1), stored(3, lora="ad2", life=7))
+    rank.apply(stored(4, **PLAIN), stored(5, **PLAIN, extra_keys=[["t"]]))
+    later = resumed(rank)
+    assert later.credit(1, 2, salt="s") == 2
+
+    later.apply(stored(9, life=8))
+    later.apply(stored(10, parent=2, life=8))  # an engine that hashes the name only
+
+    assert later.credit(1, 2, 10, salt="s") == 0
+    assert later.credit(5, lora=None, salt="t") == 0
+    assert later.credit(3, lora="ad2") == later.credit(4, lora=None) == later.credit(9) == 1
+
+
+def test_salted_block_of_a_restored_rank_that_is_told_again_is_known(rank: Rank) -> None:
+    """Whoever stores it says whose it is: a tenant of the base model loses nothing."""
+    salted = stored(5, **PLAIN, extra_keys=[["t"]])
+    rank.apply(stored(1), salted)
+    later = resumed(rank)
+
+    later.apply(salted, stored(9, life=2))
+
+    assert later.credit(5, lora=None, salt="t") == 1
+
+
+def test_new_adapter_ends_no_salted_blocks(rank: Rank) -> None:
+    """Unless so many are known that it may be one that was forgotten."""
+    rank.apply(stored(1, **SALTED))
+    later = resumed(rank)
+
+    later.apply(*(stored(8, **adapter(number)) for number in range(MOST_IDLE - 1)))
+    assert later.credit(1, salt="s") == 1
+
+    later.apply(stored(9, **adapter(MOST_IDLE)))
+    assert later.credit(1, salt="s") == 0
+
+
+def test_salted_blocks_of_a_restored_rank_leave_like_others(rank: Rank) -> None:
+    """With their last copy, or a reset."""
+    rank.apply(
+        stored(1, **SALTED), stored(1, **SALTED), stored(2, hashes=[EngineHash(2)], **SALTED)
+    )
+    later = resumed(rank)
+
+    later.apply(removed(1))
+    assert later.credit(1, salt="s") == 1
+    later.apply(removed(1), removed(2))
+    assert later.blocks.tracked_entries() == 0
+
+    later = resumed(rank)
+    later.apply(AllBlocksCleared())
+    assert later.blocks.tracked_entries() == 0
 
 
 @given(

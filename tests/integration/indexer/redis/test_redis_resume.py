@@ -146,3 +146,38 @@ async def test_epoch_that_opened_after_a_restart_is_newer(
 
     assert statuses[1].epoch > statuses[0].epoch
     assert statuses[1].counts.failures == 0
+
+
+async def test_reload_after_a_restart_ends_salted_blocks(
+    following: Any, publishing: Any, redis_server: Any
+) -> None:
+    """F10: whose they are isn't kept, so none is credited to the new weights."""
+
+    def of_adapter(name: int, lora_id: int, *extra: str) -> dict[str, Any]:
+        return {
+            "type": "BlockStored",
+            "block_hashes": [name],
+            "parent_block_hash": None,
+            "token_ids": [name] * 4,
+            "block_size": 4,
+            "lora_id": lora_id,
+            "lora_name": "ad1",
+            "extra_keys": [["ad1", *extra]],
+        }
+
+    salted = Prompt(Namespace(model="tiny", lora="ad1", cache_salt="s"), [1] * 5)
+    settings = redis_server.settings()
+    async with publishing() as engine:
+        async with following(engine, settings) as (index, service):
+            await engine.subscribed()
+            engine.publish(of_adapter(1, 1, "s"))
+            await service.caught_up(R0, 0)
+        async with following(engine, settings) as (index, service):
+            resumed = await service.caught_up(R0, 0)
+            before = (await index.match(salted))[R0].tokens
+            engine.publish(of_adapter(2, 2))
+            await service.caught_up(R0, 1)
+            after = (await index.match(salted))[R0].tokens
+
+    assert resumed.epoch_reason == "resumed"
+    assert (before, after) == (4, 0)
