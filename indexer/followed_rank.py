@@ -1,6 +1,7 @@
 """One rank while it is followed: its port, subscriber and writer, started anew if they fail.
 
-A rank that another process writes is left to it until that one is gone.
+A rank that another process writes is left to it until that one is gone. One whose messages can't be
+told from another's (`indexer.claims`) is in no answer, and begins anew once they can.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from dataclasses import replace
 import structlog
 import zmq.asyncio
 
+from indexer.claims import Claim, TopicSharedError
 from indexer.config import RankSource
 from indexer.core.index import IndexUnavailableError, NotOwnerError
 from indexer.core.rank_status import RankCounts, RankStatus
@@ -40,6 +42,7 @@ class FollowedRank:
         self._ports = ports
         self._counts = RankCounts()
         self._problem: str | None = None
+        self._claim: Claim | None = None
         self.is_standing_by = False
         """Another process writes this rank."""
         self._writer, self._subscriber = self._begin()
@@ -56,35 +59,71 @@ class FollowedRank:
 
     async def run(self) -> None:
         """Follow it until cancelled; a bug costs it an epoch, nobody else anything."""
-        may_resume = True
-        while True:
-            try:
-                self._writer, self._subscriber = self._begin()
-                self.judge = self._new_judge()
-                with closing(self._writer):
-                    await self._follow(may_resume=may_resume)
-            except* NotOwnerError:
-                await self._stand_back()
-                may_resume = True
-            except* Exception as error:
-                may_resume = False
-                self._counts.failures += 1
-                self._problem = repr(error)
-                _logger.exception(
-                    "rank_failed", instance=self.source.alias, rank=self.source.rank.rank
-                )
-                await asyncio.sleep(_RESTART_S)
+        with self._ports.claims.claiming(self.source) as claim:
+            self._claim = claim
+            may_resume = True
+            while True:
+                try:
+                    if not claim.holds:
+                        may_resume = False
+                        await self._stand_aside(claim)
+                    self._writer, self._subscriber = self._begin()
+                    self.judge = self._new_judge()
+                    with closing(self._writer):
+                        await self._follow(claim, may_resume=may_resume)
+                except* TopicSharedError:
+                    may_resume = False
+                except* NotOwnerError:
+                    await self._stand_back()
+                    may_resume = True
+                except* Exception as error:
+                    may_resume = False
+                    self._counts.failures += 1
+                    self._problem = repr(error)
+                    _logger.exception(
+                        "rank_failed", instance=self.source.alias, rank=self.source.rank.rank
+                    )
+                    await asyncio.sleep(_RESTART_S)
 
-    async def _follow(self, *, may_resume: bool) -> None:
+    async def _follow(self, claim: Claim, *, may_resume: bool) -> None:
         async with (
             self._ports.listening(self.source, self._subscriber),
             asyncio.TaskGroup() as group,
         ):
             self._problem, self.is_standing_by = None, False
             self._writer.may_resume = may_resume
-            keeping = group.create_task(self._writer.keeper.run())
+            beside = [
+                group.create_task(claim.until_lost()),
+                group.create_task(self._writer.keeper.run()),
+            ]
             await self._subscriber.run()
-            keeping.cancel()
+            for task in beside:
+                task.cancel()
+
+    async def _stand_aside(self, claim: Claim) -> None:
+        """Be in no answer for as long as others' messages may be taken for this rank's."""
+        self._writer, self._subscriber = self._begin()
+        self.judge = self._new_judge()
+        self._problem, self.is_standing_by = None, False
+        self._writer.trust_reason = "topic_shared"
+        names = {"instance": self.source.alias, "rank": self.source.rank.rank}
+        _logger.error("topic_shared", **names, problem=claim.problem)
+        with closing(self._writer):
+            await self._leave_the_index()
+            self._means.on_progress()
+            await claim.until_it_holds()
+        _logger.info("topic_free", **names)
+
+    async def _leave_the_index(self) -> None:
+        """What it has there, of this process or of an earlier one, may be the other's."""
+        rank, journal = self.source.rank, self._means.journal
+        try:
+            if journal is not None:
+                await journal.last_epoch(rank, self.source.model)  # claims it
+            await self._means.index.retire(rank)
+        except (IndexUnavailableError, NotOwnerError) as error:
+            # Nobody renews its lease any more, so its entries leave by themselves.
+            _logger.warning("rank_not_retired", instance=self.source.alias, error=str(error))
 
     async def _stand_back(self) -> None:
         """Wait until the rank is free again."""
@@ -118,6 +157,10 @@ class FollowedRank:
         return writer, subscriber
 
     @property
+    def _shared_topic(self) -> str | None:
+        return self._claim.problem if self._claim else None
+
+    @property
     def index_problem(self) -> str | None:
         """Why the index can't be written for this rank."""
         return self._writer.keeper.problem
@@ -141,7 +184,7 @@ class FollowedRank:
             replay_endpoint=self.source.replay,
             is_connected=subscriber.is_connected,
             is_standing_by=self.is_standing_by,
-            problem=self._problem or self.index_problem,
+            problem=self._shared_topic or self._problem or self.index_problem,
             epoch=blocks.epoch,
             epoch_reason=writer.epoch_reason,
             last_seq=writer.indexed_seq,

@@ -19,6 +19,7 @@ from typing import Protocol
 import structlog
 import zmq.asyncio
 
+from indexer.claims import Claims
 from indexer.config import Direction, IndexerConfig, RankSource
 from indexer.core.frames import FrameError, parse_live
 from indexer.core.rank_status import PortStatus
@@ -184,6 +185,7 @@ class Ports:
         group: asyncio.TaskGroup,
     ) -> None:
         """Bound ports run in `group`."""
+        self.claims = Claims()
         self._config = config
         self._context = context
         self._clock = clock

@@ -188,6 +188,7 @@ BOTH_BACKENDS = {
     "test_indexer_sockets",
     "test_indexer_streams",
     "test_indexer_trust",
+    "test_shared_topics",
 }
 """Modules whose indexers are run with the index in memory and with the one in Redis."""
 
@@ -365,9 +366,8 @@ def source() -> Callable[..., InstanceSource]:
     ) -> InstanceSource:
         return InstanceSource(
             url=url,
-            events=publisher.events,
             replay=publisher.replay if replay else None,
-            **{"model": "tiny", "ranks": 1, **more},
+            **{"events": publisher.events, "model": "tiny", "ranks": 1, **more},
         )
 
     return describe

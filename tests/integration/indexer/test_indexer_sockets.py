@@ -258,17 +258,6 @@ async def test_taken_port_is_tried_again(publishing: Any, indexing: Any, eventua
             assert "in use" in service.ports()[0].problem
 
 
-async def test_topic_claimed_twice_is_refused(indexing: Any, publishing: Any) -> None:
-    """Two ranks can't have the same messages: the second says so."""
-    async with publishing() as spare:
-        bound = spare.events
-    engines = [InstanceSource(url=url, topic="same", model="tiny", ranks=1) for url in (E0, E1)]
-    async with indexing(*engines, shared_bind=bound) as (service, _):
-        status = await service.until(R1, lambda now: now.problem is not None)
-
-        assert "topic" in status.problem
-
-
 async def test_follow_shows_batches_and_the_repair_of_a_gap(
     publishing: Any, stored: Event, removed: Event
 ) -> None:
