@@ -86,7 +86,12 @@ def _read_source(entry: object) -> Declared | None:
     if entry.get("enable_kv_cache_events") is False or entry.get("publisher") == "null":
         return None
     endpoint, replay = _endpoint(entry, "endpoint"), _endpoint(entry, "replay_endpoint")
-    return None if endpoint is None else Declared(endpoint=endpoint, replay=replay)
+    topic = entry.get("topic")
+    if endpoint is None:
+        return None
+    return Declared(
+        endpoint=endpoint, replay=replay, topic=topic if isinstance(topic, str) else None
+    )
 
 
 def _endpoint(entry: Mapping[str, Any], key: str) -> str | None:

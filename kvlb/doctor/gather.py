@@ -244,6 +244,7 @@ def _told(entry: InstanceEntry) -> Told:
         events=entry.events,
         replay=entry.replay,
         binds=entry.direction == "bind",
+        topic=entry.topic,
         model=entry.model,
         ranks=entry.ranks,
         rank_base=entry.rank_base,

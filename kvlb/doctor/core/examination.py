@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from balancer.core.fleet.snapshot import Role
-from kvlb.doctor.core import engine_checks, event_checks, fleet_checks
+from kvlb.doctor.core import engine_checks, event_checks, fleet_checks, port_checks
 from kvlb.doctor.core.facts import FleetFacts, InstanceFacts
 from kvlb.doctor.core.findings import Finding, by_severity
 
@@ -48,7 +48,8 @@ ENCODER_CHECKS: Sequence[InstanceCheck] = (
 FLEET_CHECKS: Sequence[FleetCheck] = (
     engine_checks.keep_alive_too_short,
     engine_checks.not_probed,
-    fleet_checks.ports_clash,
+    port_checks.ports_clash,
+    port_checks.topic_shared,
     fleet_checks.block_sizes_differ,
     fleet_checks.hash_seed_differs,
     fleet_checks.connectors_differ,

@@ -34,6 +34,7 @@ class Told:
     replay: str | None = None
     binds: bool = False
     """The engine connects to us."""
+    topic: str | None = None
     model: str | None = None
     ranks: int | None = None
     rank_base: int = 0
@@ -49,6 +50,7 @@ class Declared:
 
     endpoint: str
     replay: str | None = None
+    topic: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

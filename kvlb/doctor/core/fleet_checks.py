@@ -1,17 +1,16 @@
-"""Checks that hold engines against each other: ports, block sizes, hashes, connectors, transfers.
+"""Checks that hold engines against each other: block sizes, hashes, connectors, transfers.
 
 Rules:
 
-1. Ports are compared as the engines declare them, else as the configuration implies them: rank r
-   has the port of rank 0 plus r, for events and for replay.
-2. Engine hashes need to agree only where engines share blocks: kvlb's own keys don't depend on them.
-3. A transfer that the decode engine carried out is fine, whatever can be dialled from here.
+1. Engine hashes need to agree only where engines share blocks: kvlb's own keys don't depend on them.
+   Each rank is a process, and draws a seed of its own where none is given.
+2. A transfer that the decode engine carried out is fine, whatever can be dialled from here.
 
 Cost: linear in the number of ranks, quadratic in nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address
 
 import msgspec
@@ -20,76 +19,8 @@ from balancer.connectors.available import encoder_conflicts, pair_conflicts
 from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.settings.transfer import ChildSettings, OffloadingSettings
 from indexer.core.addresses import parse_instance_id
-from indexer.core.endpoints import (
-    EndpointError,
-    dialable,
-    engine_binds,
-    offset_port,
-    split_endpoint,
-)
-from kvlb.doctor.core.facts import Declared, FleetFacts, InstanceFacts
+from kvlb.doctor.core.facts import FleetFacts, InstanceFacts
 from kvlb.doctor.core.findings import Finding, Level
-
-
-def ports_clash(fleet: FleetFacts) -> Iterator[Finding]:
-    """Two sockets of the engines' machines want one port; the later one fails or goes mute."""
-    users: dict[tuple[str, int], tuple[InstanceFacts, str]] = {}
-    named: set[tuple[str, str]] = set()
-    for facts in fleet.instances:
-        for host, port, use in _ports(facts):
-            other, other_use = users.setdefault((host, port), (facts, use))
-            pair = (other.name, facts.name)
-            if (other, other_use) == (facts, use) or pair in named:
-                continue
-            named.add(pair)
-            yield _clash(facts, other, f"port {port}: {other_use} and {use}")
-
-
-def _clash(facts: InstanceFacts, other: InstanceFacts, seen: str) -> Finding:
-    if other is facts:
-        ranks = len(facts.declared or {}) or facts.told.ranks or 1
-        change = (
-            f"set the replay_endpoint's port at least {ranks} away from the endpoint's, for "
-            'instance "tcp://*:5557" and "tcp://*:5657": rank r adds r to both'
-        )
-    else:
-        seen = f"{seen}, of {other.name} and {facts.name}"
-        change = "give each engine of one machine event and replay ports of its own"
-    return Finding(
-        name="ports_clash", level=Level.ERROR, instance=facts.name, seen=seen, change=change
-    )
-
-
-def _ports(facts: InstanceFacts) -> Iterator[tuple[str, int, str]]:
-    told = facts.told
-    host, port = split_endpoint("tcp://" + parse_instance_id(told.url).partition("://")[2])
-    yield host, port, "HTTP"
-    for rank, declared in _sources(facts).items():
-        if engine_binds(declared.endpoint) or facts.declared is None:
-            yield *_dialled(declared.endpoint, told.url), f"events of rank {rank}"
-        if declared.replay is not None:
-            yield *_dialled(declared.replay, told.url), f"replay of rank {rank}"
-
-
-def _dialled(endpoint: str, url: str) -> tuple[str, int]:
-    if not endpoint.startswith("tcp://"):
-        return endpoint, 0
-    return split_endpoint(dialable(endpoint, url))
-
-
-def _sources(facts: InstanceFacts) -> Mapping[int, Declared]:
-    """What each rank listens on, as far as anybody says."""
-    told = facts.told
-    if facts.declared is not None or told.events is None or told.binds:
-        return facts.declared or {}
-    found: dict[int, Declared] = {}
-    for rank in range(told.rank_base, told.rank_base + (told.ranks or 1)):
-        try:
-            replay = offset_port(told.replay, rank) if told.replay else None
-            found[rank] = Declared(endpoint=offset_port(told.events, rank), replay=replay)
-        except EndpointError:
-            break  # `ipc_with_ranks`, or refused by the settings
-    return found
 
 
 def block_sizes_differ(fleet: FleetFacts) -> Iterator[Finding]:
@@ -112,10 +43,11 @@ def block_sizes_differ(fleet: FleetFacts) -> Iterator[Finding]:
 
 
 def hash_seed_differs(fleet: FleetFacts) -> Iterator[Finding]:
-    """Engines that share tiers name the same block differently, so they never find each other's."""
-    for (model, _), several in _by_first_block(fleet.instances).items():
+    """Ranks that share tiers name the same block differently, so they never find each other's."""
+    for (model, _), hashed in _by_first_block(fleet.instances).items():
+        several = list({facts.name: facts for facts, _ in hashed}.values())
         sharing = [each for each in several if _shared_tier(each) is not None]
-        hashes = {facts.streams[0].first_hash for facts in several}
+        hashes = {value for _, value in hashed}
         if not sharing or len(hashes) == 1:
             continue
         yield Finding(
@@ -322,14 +254,14 @@ def _by_model(instances: Iterable[InstanceFacts]) -> dict[str, list[InstanceFact
 
 def _by_first_block(
     instances: Iterable[InstanceFacts],
-) -> dict[tuple[str, int], list[InstanceFacts]]:
-    """Engines that hashed the same tokens, by model and block size."""
-    groups: dict[tuple[str, int], list[InstanceFacts]] = defaultdict(list)
+) -> Mapping[tuple[str, int], Sequence[tuple[InstanceFacts, int]]]:
+    """What each rank called the block of the same tokens, by model and block size."""
+    groups: dict[tuple[str, int], list[tuple[InstanceFacts, int]]] = defaultdict(list)
     for model, several in _by_model(instances).items():
         for facts in several:
-            first = next(iter(facts.streams), None)
-            if first is not None and first.first_hash is not None and first.block_size:
-                groups[model, first.block_size].append(facts)
+            for stream in facts.streams:
+                if stream.first_hash is not None and stream.block_size:
+                    groups[model, stream.block_size].append((facts, stream.first_hash))
     return groups
 
 

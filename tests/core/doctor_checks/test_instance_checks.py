@@ -113,7 +113,7 @@ def test_every_check_of_an_engine_is_played() -> None:
     played = {name for name, _, _ in INSTANCE_FAULTS} - set(engine_checks.FAULTS)
 
     assert {check.__name__ for check in INSTANCE_CHECKS} == played | elsewhere | {"instance_fault"}
-    assert len(FLEET_CHECKS) == 9
+    assert len(FLEET_CHECKS) == 10
 
 
 def test_alias_of_the_base_model_is_the_wrong_model(

@@ -1,6 +1,7 @@
 """Engines that share blocks must hash them alike: what tells that they share, and what to change."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,15 @@ def test_unseeded_hashes_matter_where_blocks_are_shared(
     assert "xxhash" in finding.change
     assert examine(fleet(one, other)) == []
     assert examine(fleet(shared, second(**hashed(1)))) == []
+
+
+def test_ranks_of_one_engine_draw_seeds_of_their_own(engine: MakeEngine, fleet: MakeFleet) -> None:
+    """Each is a process: the first one's hash doesn't speak for the others."""
+    one = engine(**hashed(1, offload="kv_offloading_size=4.0"))
+    ranks = [replace(one.streams[0], rank=rank, first_hash=1 + rank) for rank in range(2)]
+    (finding,) = fleet_checks.hash_seed_differs(fleet(replace(one, streams=ranks)))
+
+    assert (finding.instance, finding.seen[:8]) == ("m0", "2 hashes")
 
 
 def test_shared_tier_is_seen_by_its_events(
