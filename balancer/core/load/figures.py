@@ -12,7 +12,7 @@ Cost: a load is three exponentials and one struct; it is made for every candidat
 
 from math import exp
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from balancer.core.load.fading import faded
 from balancer.core.load.ledger import RankLoad, RankRates
@@ -23,48 +23,23 @@ MIN_AGE_S = 1.0
 """A rank younger than this has seen too little for a rate."""
 
 
-class Figures(NamedTuple):
-    """What a rank's load is made of, as of the last change of its book."""
-
-    due_s: float
-    """When a leg is expected to be computed, or a prediction expires, though nobody calls."""
-    requests: int
-    queued_tokens: int
-    decoding: int
-    has_queue: bool
-    oldest_s: float
-    head_tokens: int
-    since_s: float
-    turned_s: float
-    counted_s: float
-    arrivals: float
-    work_s: float
-    recent_s: float
-    """As it stood at `recent_at_s`."""
-    recent_at_s: float
-    active_blocks: int
-    first_s_sum: float
-    reuse_chance: float
-    free_tokens: float
-    seats: int
-
-    def packed(self) -> bytes:
-        """As `load_of` takes them."""
-        return _PACKED.pack(*self)
-
-
-_PACKED: Final = Struct("=d3q?dq7dq3dq")
-_MOST_TOKENS: Final = 2**62
+FIGURES: Final = Struct("=d3q?dq7dq3dq")
+"""As `load_of` takes them apart: by names they would take three times as long to put together."""
+MOST_TOKENS: Final = 2**62
 """That fit: a peer may tell whatever it likes."""
 
 
 def countable(tokens: int) -> int:
-    """As many as `Figures` can hold."""
-    return max(-_MOST_TOKENS, min(tokens, _MOST_TOKENS))
+    """As many as fit."""
+    return tokens if -MOST_TOKENS < tokens < MOST_TOKENS else MOST_TOKENS
 
 
 def load_of(packed: bytes, now_s: float, rates: RankRates) -> RankLoad | None:
-    """The load of a rank with these `Figures`; None: something is due. By name they would take longer."""
+    """The load of a rank with these figures; None: something is due.
+
+    Due is a leg that is expected to be computed, or a prediction that expires, though nobody calls.
+    `recent_s` is as it stood at `recent_at_s`, arrivals and work as they stood at `counted_s`.
+    """
     (
         due_s,
         requests,
@@ -85,7 +60,7 @@ def load_of(packed: bytes, now_s: float, rates: RankRates) -> RankLoad | None:
         reuse_chance,
         free_tokens,
         seats,
-    ) = _PACKED.unpack(packed)
+    ) = FIGURES.unpack(packed)
     if due_s <= now_s:
         return None
     # A young rank's sums stand for less time than tau.

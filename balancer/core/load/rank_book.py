@@ -13,14 +13,14 @@ Cost: constant, but for a load's first look at what has expired.
 
 from collections.abc import Sequence
 from heapq import heappop
-from math import exp, inf
+from math import exp
 
 import msgspec
 
 from balancer.core.load.approximate import ApproximateBlocks
 from balancer.core.load.chain_tree import Begun, ChainTree, Stretch
 from balancer.core.load.fading import FadingSum
-from balancer.core.load.figures import RATE_TAU_S, RECENT_TAU_S, Figures, countable, load_of
+from balancer.core.load.figures import FIGURES, RATE_TAU_S, RECENT_TAU_S, countable, load_of
 from balancer.core.load.ledger import LegWork, RankLoad, RankRates
 from balancer.core.load.predictions import Prediction, RankPredictions
 from balancer.core.load.shadow_cache import Promise, ShadowCache
@@ -92,7 +92,7 @@ class RankBook:
     def __init__(self, now_s: float, max_predicted_blocks: int, begun: Begun, rank: RankId) -> None:
         """`begun`: where all ranks' chains begin."""
         self._packed: bytes | None = None
-        """`Figures`; None: the book has changed since."""
+        """Its figures; None: the book has changed since."""
         self.since_s = now_s
         self.requests = 0
         self.decoding = 0
@@ -197,29 +197,34 @@ class RankBook:
         packed = self._packed
         if packed is None:
             self.predictions.purge(now_s)
-            packed = self._packed = self._figures().packed()
+            packed = self._packed = self._figures()
         return load_of(packed, now_s, rates)
 
-    def _figures(self) -> Figures:
+    def _figures(self) -> bytes:
+        """In the order in which `load_of` takes them apart."""
         head = next(iter(self.queue.values())) if self.queue else None
-        return Figures(
-            due_s=min(self.due[0][0] if self.due else inf, self.predictions.next_s),
-            requests=self.requests,
-            queued_tokens=countable(self.queued_tokens),
-            decoding=self.decoding,
-            has_queue=head is not None,
-            oldest_s=0.0 if head is None else head.booked_s,
-            head_tokens=0 if head is None else countable(head.work.uncached_tokens),
-            since_s=self.since_s,
-            turned_s=self.turned_s,
-            counted_s=self.counted_s,
-            arrivals=self.arrivals,
-            work_s=self.work_s,
-            recent_s=self.recent.value,
-            recent_at_s=self.recent.at_s,
-            active_blocks=self.chains.used_blocks,
-            first_s_sum=self.first_s_sum,
-            reuse_chance=self.reuse_chance,
-            free_tokens=self.shadow.free_tokens,
-            seats=self.seats,
+        due_s = self.predictions.next_s
+        if self.due and self.due[0][0] < due_s:
+            due_s = self.due[0][0]
+        recent = self.recent
+        return FIGURES.pack(
+            due_s,
+            self.requests,
+            countable(self.queued_tokens),
+            self.decoding,
+            head is not None,
+            0.0 if head is None else head.booked_s,
+            0 if head is None else countable(head.work.uncached_tokens),
+            self.since_s,
+            self.turned_s,
+            self.counted_s,
+            self.arrivals,
+            self.work_s,
+            recent.value,
+            recent.at_s,
+            self.chains.used_blocks,
+            self.first_s_sum,
+            self.reuse_chance,
+            self.shadow.free_tokens,
+            self.seats,
         )
