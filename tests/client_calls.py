@@ -24,7 +24,6 @@ VOLATILE = frozenset({"id", "created", "created_at", "item_id", "request_id", "c
 OWN_ERRORS = frozenset({"model_not_found", "response_not_found", "path_not_found"})
 """Codes of errors that kvlb tells itself; engines repeat the status there."""
 SAID = frozenset({"text", "content", "delta", "token_ids"})
-STAMP = {"system_fingerprint"}
 OWN_HEADERS = frozenset({"date", "server", "connection", "keep-alive", "x-request-id"})
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [
@@ -119,7 +118,8 @@ def gist(told: Any) -> Any:
     if isinstance(told, dict) and "stream" in told.get("headers", {}).get("content-type", ""):
         events = [each for each in told["body"] if isinstance(each, dict)]
         # The fingerprint is on the last event, which may be the one that kvlb withholds.
-        return told | {"body": ["".join(_texts(events)), sorted(set().union(*events) - STAMP)]}
+        names: set[str] = set().union(*events) - {"system_fingerprint"}
+        return told | {"body": ["".join(_texts(events)), sorted(names)]}
     if not isinstance(told, list) or not all(isinstance(each, dict) for each in told):
         return told
     kinds: list[Any] = []
