@@ -16,6 +16,7 @@ import zmq.asyncio
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import batch_ts
 from indexer.core.frames import FrameError, parse_replay
+from indexer.core.interleaving import Interleaving
 from indexer.core.journal import Resumption
 from indexer.core.rank_status import RankCounts
 from indexer.core.rebuild_schedule import RebuildSchedule
@@ -91,6 +92,7 @@ class RankSubscriber:
         self._is_over = False
         self._is_unheard = False
         """Its port has peers, and nobody knows whether the rank is one of them."""
+        self._lives = Interleaving()
         self._replay: asyncio.Task[None] | None = None
         self._turn_began_s = clock()
         self._rebuilds = RebuildSchedule(config.rebuild_interval_s)
@@ -107,7 +109,7 @@ class RankSubscriber:
         self.is_connected = is_up
         self._counts.connections += is_up
         stream = self.stream
-        await self._put(stream.on_connected if is_up else stream.on_disconnected)
+        await self._put(stream.on_connected if is_up else self._on_disconnected)
 
     async def on_some_connection(self, *, is_up: bool) -> None:
         """Perhaps its own. A new one is a reason to ask whether anything was missed, no more."""
@@ -115,7 +117,11 @@ class RankSubscriber:
             return
         self.is_connected, self._is_unheard = False, True
         await self._put(self.stream.trust.on_unheard)
-        await self._put(self.stream.on_connected if is_up else self.stream.on_disconnected)
+        await self._put(self.stream.on_connected if is_up else self._on_disconnected)
+
+    def _on_disconnected(self) -> list[Effect]:
+        self._lives.on_connection_lost()
+        return self.stream.on_disconnected()
 
     async def on_cache_dropped(self) -> None:
         """The engine was made to drop its blocks; its own word follows with its next batch."""
@@ -193,12 +199,20 @@ class RankSubscriber:
         if reason != "rebuilt":
             self._rebuilds.ease()
         await self._sink.open_epoch(reason)
+        # Where we connect nobody else can be at the other end.
+        if self._source.direction == "bind" and self._lives.on_epoch(reason):
+            await self._change_trust(self.stream.trust.on_interleaved())
 
     async def _apply(self, effect: ApplyBatch) -> None:
         outcome = await self._sink.apply(effect)
         if outcome.orphans:
             self._rebuilds.hurry()
-        for change in self.stream.on_applied(effect.seq, outcome):
+        await self._change_trust(self.stream.on_applied(effect.seq, outcome))
+        if self._lives.on_batch():
+            await self._change_trust(self.stream.trust.on_untangled())
+
+    async def _change_trust(self, changes: list[Effect]) -> None:
+        for change in changes:
             if isinstance(change, TrustChanged):
                 self._sink.on_effect(change)
                 await self._set_trust(change)

@@ -19,7 +19,9 @@ Rules:
 4. A new epoch forgets what stood against the old one, silently: until it has been joined the last
    word stays, and only the join says otherwise. A rebuild is of the same engine: what it told before
    doesn't end its silence.
-5. A change of level, or of the reason for a lower one, is reported once.
+5. While two publishers take turns under its name (`core.interleaving`) nothing of it is believed,
+   through all epochs.
+6. A change of level, or of the reason for a lower one, is reported once.
 
 Cost: constant.
 """
@@ -39,6 +41,7 @@ class RankTrust:
         self.reason = "no_events_yet"
         self._is_cut = False
         self._is_unheard = False
+        self._is_interleaved = False
         self._is_joined = False
         """What this epoch began with is known, or known to be lost."""
         self._forget()
@@ -70,6 +73,8 @@ class RankTrust:
         """What was refused once would be refused again; anything else is worth a replay."""
         is_untold = self._orphans > 0 or self._contradiction is not None
         is_hopeless = self._is_replay_tried or self._bound_hit_at is not None
+        if self._is_interleaved:
+            return False  # it would be told one publisher's life
         return self._loss is not None or (is_untold and not is_hopeless)
 
     def on_epoch(self, *, by_rebuild: bool = False) -> None:
@@ -181,12 +186,22 @@ class RankTrust:
         self._is_silent = self._is_cut = False
         return self._weigh("heard_again")
 
+    def on_interleaved(self) -> list[Effect]:
+        """Two publishers take turns under its name."""
+        self._is_interleaved = True
+        return self._report(Trust.LOAD_ONLY, "interleaved")
+
+    def on_untangled(self) -> list[Effect]:
+        """Only one has for long enough."""
+        self._is_interleaved = False
+        return self._weigh("untangled")
+
     def _join(self, reason: str) -> list[Effect]:
         self._is_joined = True
         return self._weigh(reason)
 
     def _weigh(self, way_back: str) -> list[Effect]:
-        if not self._is_joined:
+        if not self._is_joined or self._is_interleaved:
             return []
         standing = (
             "disconnected" if self._is_cut else None,

@@ -12,6 +12,7 @@ from indexer.core.types import InstanceId, RankId, Trust
 
 Event = Callable[..., dict[str, Any]]
 Held = Callable[..., Awaitable[int | None]]
+R0 = RankId(InstanceId("http://e0:8000"), 0)
 
 
 def listed(publisher: Any, bound: str, topic: str) -> dict[str, Any]:
@@ -95,3 +96,33 @@ async def test_engine_without_a_topic_shares_its_port_with_nobody(
             engine.publish(stored(1))
             await service.until(ranks[0], is_exact)
             assert await held(index, ranks[0]) == 1
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no-replay"])
+async def test_stranger_that_publishes_under_a_rank_s_topic_ends_its_credit(
+    publishing: Any,
+    indexing: Any,
+    stored: Event,
+    source: Callable[..., InstanceSource],
+    replay: bool,
+) -> None:
+    """Nobody told of it: lives that end each other while no connection was lost give it away."""
+    async with publishing() as spare:
+        bound = spare.events
+    async with (
+        publishing(connect_to=bound, topic=b"a") as engine,
+        publishing(connect_to=bound, topic=b"a") as stranger,
+    ):
+        known = source(engine, replay=replay, events=bound, direction="bind", topic="a")
+        async with indexing(known) as (service, _):
+            await engine.subscribed()
+            await stranger.subscribed()
+            for number in range(4):
+                for each, first in ((engine, 10), (stranger, 50)):
+                    before = service.rank_status(R0).counts.batches
+                    each.publish(stored(first + number, first=number))
+                    await service.until(R0, lambda now, before=before: now.counts.batches > before)
+
+            async with asyncio.timeout(10):
+                status = await service.until(R0, lambda now: now.trust_reason == "interleaved")
+            assert status.trust is Trust.LOAD_ONLY
