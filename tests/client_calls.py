@@ -114,10 +114,9 @@ def scrub(value: Any) -> Any:
 
 
 def gist(told: Any) -> Any:
-    """A stream without its cuts: engines put tokens together when they are in a hurry."""
+    """A stream without its cuts (engines in a hurry put tokens together), and its last event's stamp."""
     if isinstance(told, dict) and "stream" in told.get("headers", {}).get("content-type", ""):
         events = [each for each in told["body"] if isinstance(each, dict)]
-        # The fingerprint is on the last event, which may be the one that kvlb withholds.
         names: set[str] = set().union(*events) - {"system_fingerprint"}
         return told | {"body": ["".join(_texts(events)), sorted(names)]}
     if not isinstance(told, list) or not all(isinstance(each, dict) for each in told):
