@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from indexer.core.block_rows import RankFacts
+from indexer.core.index import RankUpdate, StaleEpochError
 from indexer.core.types import Trust
 from indexer.redis_index.keys import RankKeys
 from indexer.redis_index.packing import tiers_in
@@ -32,6 +33,11 @@ class Home:
     """Digest and facts, as found when it was claimed or written last."""
     facts: RankFacts | None = None
     """Whose words those are, if this process wrote them."""
+
+    def check_epoch(self, update: RankUpdate) -> None:
+        """Raise StaleEpochError for an update of an epoch that has ended."""
+        if update.epoch < self.epoch:
+            raise StaleEpochError(f"epoch {update.epoch} ended; {self.epoch} is current")
 
     def data_keys(self) -> list[str]:
         """Every key the present epoch can have, beside life and state."""

@@ -79,9 +79,8 @@ class RedisIndexWriter:
     # BlockIndex.
 
     async def apply(self, update: RankUpdate) -> None:
-        home = self._homes.get(update.rank)
-        if home is not None and update.epoch < home.epoch:
-            raise StaleEpochError(f"epoch {update.epoch} ended; {home.epoch} is current")
+        home = self._homes.get(update.rank) or await self._home(update.rank, update.model)
+        home.check_epoch(update)  # before a late update moves it to another model
         home = await self._home(update.rank, update.model)
         if update.epoch > home.epoch:
             program = Program(home.keys, update.epoch, {})
@@ -288,8 +287,7 @@ class RedisIndexWriter:
     async def _begin(self, part: RankUpdate, model: str) -> Home:
         """Take the rank out of sight and empty it."""
         home = await self._home(part.rank, model)
-        if part.epoch < home.epoch:
-            raise StaleEpochError(f"epoch {part.epoch} ended; {home.epoch} is current")
+        home.check_epoch(part)
         program = Program(home.keys, part.epoch, {})
         program.unlink(home.epoch, home.groups)
         await self._write(part.rank, home, "begin", part, program)
@@ -382,6 +380,7 @@ class RedisIndexWriter:
             self._taken[rank] = home.owner
             raise NotOwnerError("another indexer writes this rank: stop one of the two")
         if answer == b"stale":
+            self._homes.pop(rank, None)  # whoever claims it anew finds which
             raise StaleEpochError("a newer epoch of the rank is known")
         raise IndexLostError("Redis doesn't have what was written last")
 

@@ -12,7 +12,8 @@ local owner, epoch, seq = tonumber(found[1] or ''), tonumber(found[2] or ''), fo
 local begins = step == 'open' or step == 'begin'
 
 if owner and owner > mine then return 'owner' end
-if epoch and epoch > tonumber(ARGV[3]) then return 'stale' end
+-- Only who claims a rank opens its epochs: while it is ours, a newer one is nobody's.
+if owner ~= mine and epoch and epoch > tonumber(ARGV[3]) then return 'stale' end
 if step == 'open' and epoch == tonumber(ARGV[3]) then return 'stale' end
 if not begins then
   if owner ~= mine or epoch ~= tonumber(ARGV[3]) or seq ~= ARGV[4] then return 'lost' end

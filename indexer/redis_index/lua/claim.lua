@@ -5,13 +5,17 @@
 -- ARGV: 1 rank digest, 2 lease (ms), 3 token under which the caller lost it ('': it never did)
 local is_spoilt = remove_spoilt()
 
--- A whole number that Lua has exactly. Nothing is no number, and no fault.
-local function number(text)
-  if not text then return nil end
+-- A whole number that Lua has exactly; nil for anything else.
+local function whole(text)
   local found = #text <= 16 and string.find(text, '^%d+$') and tonumber(text)
-  if found and found <= 9e15 then return found end
-  is_spoilt = true
-  return nil
+  return found and found <= 9e15 and found or nil
+end
+
+-- Nothing is no number, and no fault.
+local function number(text)
+  local found = text and whole(text)
+  if text and not found then is_spoilt = true end
+  return found or nil
 end
 
 local state = redis.call('HMGET', KEYS[4], 'owner', 'free', 'epoch', 'seq', 'digest')
@@ -22,10 +26,14 @@ end
 local life = redis.call('GET', KEYS[3])
 number(life)
 number(state[3])
-if seq and not (string.find(seq, '^%-?%d+$') or string.find(seq, '^part%d+$') or seq == 'begin') then
+if seq and not (whole(seq) or seq == '-1' or string.find(seq, '^part%d+$') or seq == 'begin') then
   is_spoilt = true
 end
-if digest and not string.find(digest, '^%d*$') then is_spoilt = true end
+-- 64 bits: as many as 20 digits, which Lua compares as text.
+if digest and (not string.find(digest, '^%d*$') or #digest > 20
+    or (#digest == 20 and digest > '18446744073709551615')) then
+  is_spoilt = true
+end
 if is_spoilt then
   redis.call('HDEL', KEYS[4], 'epoch', 'seq', 'digest', 'facts')
   redis.call('UNLINK', KEYS[3])

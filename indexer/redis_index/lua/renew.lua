@@ -2,10 +2,12 @@
 -- KEYS: 3 life, 4 state, 5.. everything else of the rank
 -- ARGV: 1 owner, 2 epoch, 3 last batch, 4 lease (ms), 5 rank digest, 6 its description,
 --       7 '1': whatever their leases are (an earlier owner may have had a longer one)
-local found = redis.call('HMGET', KEYS[4], 'owner', 'seq')
+local found = redis.call('HMGET', KEYS[4], 'owner', 'seq', 'epoch')
 local owner = tonumber(found[1] or '')
 if owner and owner > tonumber(ARGV[1]) then return 'owner' end
-if owner ~= tonumber(ARGV[1]) or found[2] ~= ARGV[3] then return 'lost' end
+if owner ~= tonumber(ARGV[1]) or found[2] ~= ARGV[3] or found[3] ~= ARGV[2] then
+  return 'lost'
+end
 if redis.call('GET', KEYS[3]) ~= ARGV[2] then return 'lost' end
 if not redis.call('GET', KEYS[1]) then return 'lost' end
 -- A change of trust has no number of its own.

@@ -29,7 +29,9 @@ def key_of(server: Any, settings: RedisSettings, end: str) -> str:
         ("owner", "abc"),
         ("owner", "99999999999999999999"),
         ("seq", "abc"),
+        ("seq", "99999999999999999999999"),
         ("digest", "abc"),
+        ("digest", "18446744073709551616"),
         ("facts", "abc"),
     ],
 )
@@ -60,6 +62,25 @@ async def test_state_that_reads_as_nobodys_is_lost(
     assert after.counts.index_faults["lost"] == 1
     assert after.epoch > before.epoch
     assert after.epoch_reason == "started"
+
+
+@pytest.mark.parametrize("ahead", [3_600_000, 2**52, 10**30])
+async def test_epoch_ahead_of_its_owner_s_is_lost(
+    eventually: Any, writing: Any, redis_server: Any, becomes: Any, stored: Event, ahead: int
+) -> None:
+    """Nobody but who claims a rank opens its epochs: found at the next heartbeat, without a batch."""
+    settings = redis_server.settings(heartbeat_s=0.05)
+    async with writing(settings) as (engine, index, service):
+        name = key_of(redis_server, settings, "state")
+        epoch = service.rank_status(R0).epoch
+        redis_server.command("HSET", name, "epoch", str(epoch + ahead))
+
+        await eventually(lambda: redis_server.command("HGET", name, "epoch") == str(epoch))
+        engine.publish(stored(3, parent=2, first=2))
+        await becomes(index, 3)
+
+    status = service.rank_status(R0)
+    assert (status.counts.index_faults, status.counts.failures) == ({"lost": 1}, 0)
 
 
 @pytest.mark.parametrize(
