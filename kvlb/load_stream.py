@@ -8,12 +8,13 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 
 from balancer.sharing import Channel, ChannelError
-from indexer.core.index import BlockIndexError
-from indexer.redis_index.connection import RedisConnection
+from indexer.core.index import BlockIndexError, IndexSpoiltError
+from indexer.redis_index.connection import Part, RedisConnection
 from indexer.redis_index.keys import load_key
 from indexer.redis_index.settings import RedisSettings
 
@@ -47,12 +48,12 @@ class RedisChannel:
         packed = msgspec.msgpack.encode(messages)
         now_s = asyncio.get_running_loop().time()
         try:
-            number = await self._writes.ask(
-                "XADD", self._key, "MINID", "~", self._oldest, "*", self._source, packed
+            number = await self._ask(
+                self._writes, "XADD", "MINID", "~", self._oldest, "*", self._source, packed
             )
             self._oldest = b"%d" % max(0, int(number.partition(b"-")[0]) - KEPT_MS)
             if now_s - self._renewed_s > RENEW_S:
-                await self._writes.ask("EXPIRE", self._key, EXPIRES_S)
+                await self._ask(self._writes, "EXPIRE", EXPIRES_S)
                 self._renewed_s = now_s
         except BlockIndexError as error:
             raise ChannelError(str(error)) from error
@@ -73,7 +74,7 @@ class RedisChannel:
     async def _ask_last(self) -> bytes:
         """Where the stream ends now. `$` would lose what comes between two reads."""
         try:
-            found = await self._reads.ask("XREVRANGE", self._key, "+", "-", "COUNT", 1)
+            found = await self._ask(self._reads, "XREVRANGE", "+", "-", "COUNT", 1)
         except BlockIndexError as error:
             raise ChannelError(str(error)) from error
         return bytes(found[0][0]) if found else b"0-0"
@@ -86,6 +87,14 @@ class RedisChannel:
             raise ChannelError(str(error)) from error
         entries = [entry for _, found in answer or () for entry in found]
         return [(number, fields[0], fields[1]) for number, fields in entries]
+
+    async def _ask(self, connection: RedisConnection, command: str, *parts: Part) -> Any:
+        """What has another type is removed, and the next attempt goes on."""
+        try:
+            return await connection.ask(command, self._key, *parts)
+        except IndexSpoiltError:
+            await connection.remove_unless(b"stream", self._key)
+            raise
 
 
 def _messages(packed: bytes) -> Sequence[bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from balancer.core.fleet.changes import ChangesUnavailableError, Values
 from balancer.fleet.members import ChangeStore
-from indexer.core.index import BlockIndexError
+from indexer.core.index import BlockIndexError, IndexSpoiltError
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.keys import fleet_key
 from indexer.redis_index.settings import RedisSettings
@@ -37,7 +37,11 @@ class SharedChanges:
 
     async def _ask(self, command: str, *parts: str | bytes) -> Any:
         try:
-            return await self._connection.ask(command, self._key, *parts)
+            try:
+                return await self._connection.ask(command, self._key, *parts)
+            except IndexSpoiltError:
+                await self._connection.remove_unless(b"hash", self._key)
+                raise
         except BlockIndexError as error:
             raise ChangesUnavailableError(str(error)) from error
 

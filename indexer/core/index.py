@@ -326,7 +326,7 @@ class IndexFullError(IndexUnavailableError):
 
 
 class IndexSpoiltError(IndexUnavailableError):
-    """Somebody else's value has a name of ours: the rank has to be written anew."""
+    """Somebody else's value has a name of ours: it has to go, and ours be written anew."""
 
 
 class IndexLostError(BlockIndexError):

@@ -135,6 +135,11 @@ class RedisConnection:
         except (RedisRefusal, OSError) as error:
             raise index_error(error) from error
 
+    async def remove_unless(self, kind: bytes, key: str) -> None:
+        """Remove a key of ours to which somebody gave another type: all commands on it fail."""
+        if await self.ask("TYPE", key) != kind:
+            await self.ask("UNLINK", key)
+
     # Where, and over what.
 
     async def _exchange(self, command: bytes, key: str, *, writes: bool) -> Any:

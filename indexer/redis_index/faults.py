@@ -42,8 +42,8 @@ def index_error(error: Exception) -> IndexUnavailableError:
         return IndexFullError("Redis is full (OOM): raise its `maxmemory`, or use a bigger one")
     if "WRONGTYPE" in told:
         return IndexSpoiltError(
-            "Redis refuses (WRONGTYPE): somebody else wrote one of our keys. It is removed and the "
-            "rank written anew; if it comes back, choose another `redis.prefix`"
+            "Redis refuses (WRONGTYPE): somebody else wrote one of our keys. It is removed, and what "
+            "was there written anew; if it comes back, choose another `redis.prefix`"
         )
     for sign, advice in _ADVICE.items():
         if sign in told:

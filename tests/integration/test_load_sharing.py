@@ -70,6 +70,22 @@ async def running(*shared: Shared) -> AsyncIterator[None]:
             task.cancel()
 
 
+async def test_key_of_another_type_is_removed(redis_server: Any) -> None:
+    """Load is shared again by itself, also with who waits for what comes."""
+    settings = redis_server.settings()
+    name = f"{settings.prefix}:1:load"
+    async with open_channel(settings) as first, open_channel(settings) as second:
+        assert first is not None
+        assert second is not None
+        here, there = Shared("here", first), Shared("there", second)
+        async with running(here), running_second(there, here):
+            redis_server.command("DEL", name)
+            redis_server.command("LPUSH", name, "x")
+            await until(lambda: redis_server.command("TYPE", name).strip() == "stream")
+            there.ledger.hold(WORK)
+            await until(lambda: here.requests == 1)
+
+
 async def test_balancers_share_load_through_redis(redis_server: Any) -> None:
     """A booking is known to the other; who leaves takes its load along."""
     settings = redis_server.settings()

@@ -79,6 +79,21 @@ async def test_registered_instance_is_known_to_other_balancers(redis_server: Any
     assert redis_server.command("HLEN", f"{settings.prefix}:1:fleet") == "0"
 
 
+async def test_key_of_another_type_is_removed(redis_server: Any) -> None:
+    """Who comes across it says so; the next change is taken down."""
+    settings = redis_server.settings()
+    name = f"{settings.prefix}:1:fleet"
+    redis_server.command("SET", name, "x")
+    async with open_changes(settings) as store:
+        assert store is not None
+        with pytest.raises(ChangesUnavailableError, match="WRONGTYPE"):
+            await store.load()
+
+        await store.put("drained http://e", b"1")
+
+        assert await store.load() == {"drained http://e": b"1"}
+
+
 async def test_change_is_seen_by_the_others_and_the_last_word_counts(redis_server: Any) -> None:
     """A removal of the file's instance too, until somebody's file names it otherwise."""
     settings = redis_server.settings()
