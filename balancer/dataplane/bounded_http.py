@@ -10,7 +10,8 @@ Rules:
 3. Nobody is waited for without an end: not for a first byte, for the rest of a head, for more of a
    body, or for another request. While the server stops, less so.
 4. A head, and what comes beside a body (trailers, chunk extensions), has a size limit.
-5. An upgrade to anything but a WebSocket is declined by going on in HTTP/1.1, body included.
+5. An upgrade to anything but a WebSocket is declined by going on in HTTP/1.1, body included. To a
+   WebSocket it is one only where a handshake can be: a GET of HTTP/1.1 without a body.
 6. What clients do wrong is told to them, and to nobody else. Who is still sending then is listened to for
    a little while, so that the answer isn't lost (`dataplane.parting`).
 """
@@ -103,6 +104,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._lookout.remove(self)
         super().handle_websocket_upgrade()
 
+    def _should_upgrade(self) -> bool:
+        return (
+            super()._should_upgrade()
+            and self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and not any(map(_announces_body, self.headers))
+        )
+
     def data_received(self, data: bytes) -> None:
         self._has_moved = True
         if self._parting is not None:
@@ -150,9 +159,10 @@ class BoundedHttp(HttpToolsProtocol):
         self.in_body = True
         if self.fed_bytes + self.head_bytes > self.max_head_bytes:
             self.check_head()
+        before = self.cycle
         super().on_headers_complete()
-        if self.cycle is None:
-            return
+        if self.cycle is before:
+            return  # an upgrade: nobody of ours answers it
         self.cycle.transport = PartingTransport(self.transport, self.cycle, self.end_connection)
         if self.expect_100_continue:
             self.cycle.keep_alive = False  # whoever answers without the body can't go on behind it
@@ -278,21 +288,33 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if not is_answered:
             self.drop_cycle()
-        self.transport.write(_raw(error))
+        self.transport.write(raw_error(error))
         self._part()
 
     def _upgrade(self, rest: bytes) -> None:
-        if self._should_upgrade():
+        if self.declines_upgrade():
+            # The parser takes the rest for another protocol: another is given the head without that.
+            self._feed(self._taken_back(is_plain=True) + rest)
+        elif self._should_upgrade() and self._is_answering():
+            self._hold(self._taken_back(is_plain=False) + rest)
+        elif self._should_upgrade():
             self.handle_websocket_upgrade()
-        elif self.declines_upgrade():
-            # The parser takes the rest for another protocol: it is given the head without that.
-            self._feed(self._plain_head() + rest)
 
-    def _plain_head(self) -> bytes:
+    def _taken_back(self, *, is_plain: bool) -> bytes:
+        """The head, for a parser that hasn't seen it: this one may take the connection for closed."""
+        head = self._head(is_plain=is_plain)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return head
+
+    def _head(self, *, is_plain: bool) -> bytes:
+        """The head that was read. `is_plain`: without its wish for an upgrade."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         for name, value in self.headers:
-            if name == b"connection":
+            if not is_plain:
+                lines.append(name + b": " + value)
+            elif name == b"connection":
                 kept = [each for each in value.split(b",") if each.strip().lower() != b"upgrade"]
                 lines.append(b"connection: " + b",".join(kept))
             elif name != b"upgrade":
@@ -320,7 +342,13 @@ class BoundedHttp(HttpToolsProtocol):
         return not self.in_body or bool(self.pipeline)
 
 
-def _raw(error: BalancerError) -> bytes:
+def _announces_body(header: tuple[bytes, bytes]) -> bool:
+    name, value = header
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
+
+
+def raw_error(error: BalancerError) -> bytes:
+    """A connection's last answer."""
     told = render_error(error)
     lines = [b"HTTP/1.1 %d %b" % (told.status, http.HTTPStatus(told.status).phrase.encode())]
     lines += [name + b": " + value for name, value in told.headers if name != b"connection"]

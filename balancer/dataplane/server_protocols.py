@@ -7,13 +7,23 @@ Rules:
 2. A client of HTTP/1.0 doesn't know chunks: an answer without a length ends with its connection.
 3. A server that shuts down leaves WebSocket sessions alone until its time for draining is over;
    uvicorn would close them at once.
+4. A handshake that `websockets` doesn't read is refused at once: it would be given up without an
+   answer, and the connection left open. So whoever is upgraded is either served or gone.
 """
 
 from typing import Final
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import HeaderLineTooLong, RequestLineTooLong, TooManyHeaders
+from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS
 
-from balancer.dataplane.bounded_http import BoundedHttp
+from balancer.core.errors import (
+    BadRequestError,
+    BalancerError,
+    HeadTooLargeError,
+    TargetTooLongError,
+)
+from balancer.dataplane.bounded_http import BoundedHttp, raw_error
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 """Of one WebSocket message, in both directions."""
@@ -34,10 +44,30 @@ class ExactHttp(BoundedHttp):
 class PatientWebSocket(WebSocketsSansIOProtocol):
     """A session may end by itself."""
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        why = self.conn.handshake_exc
+        if why is not None and not self.handshake_initiated and not self.transport.is_closing():
+            self.close_sent = True
+            self.transport.write(raw_error(_refusal(why)))
+            self.transport.close()
+
     def shutdown(self) -> None:
         """The server stops. Who serves the session closes it when its time is over."""
         if self.close_sent:
             super().shutdown()
+
+
+def _refusal(why: Exception) -> BalancerError:
+    match why:
+        case RequestLineTooLong():
+            return TargetTooLongError(f"a handshake's target is over {MAX_LINE_LENGTH} bytes")
+        case HeaderLineTooLong():
+            return HeadTooLargeError(f"a handshake's header is over {MAX_LINE_LENGTH} bytes")
+        case TooManyHeaders():
+            return HeadTooLargeError(f"a handshake has over {MAX_NUM_HEADERS} headers")
+        case _:
+            return BadRequestError("this is no WebSocket handshake")
 
 
 class _AnyLength(int):
