@@ -83,6 +83,23 @@ async def test_epoch_ahead_of_its_owner_s_is_lost(
     assert (status.counts.index_faults, status.counts.failures) == ({"lost": 1}, 0)
 
 
+async def test_newer_epoch_of_a_rank_that_is_nobody_s_is_passed(
+    eventually: Any, writing: Any, redis_server: Any, becomes: Any
+) -> None:
+    """Its writer claims it anew, and begins an epoch above what it finds."""
+    settings = redis_server.settings(heartbeat_s=0.05)
+    async with writing(settings) as (_, index, service):
+        name = key_of(redis_server, settings, "state")
+        ahead = service.rank_status(R0).epoch + 3_600_000
+        tampered = (
+            f"redis.call('HDEL', KEYS[1], 'owner') redis.call('HSET', KEYS[1], 'epoch', {ahead})"
+        )
+        redis_server.command("EVAL", tampered, "1", name)
+
+        await eventually(lambda: service.rank_status(R0).epoch > ahead)
+        await becomes(index, 2)
+
+
 @pytest.mark.parametrize(
     ("end", "kind"),
     [
