@@ -9,10 +9,11 @@ Rules:
    take it, too.
 3. Nobody is waited for without an end: not for a first byte, for the rest of a head, for more of a
    body, or for another request. While the server stops, less so.
-4. A head, and what comes beside a body (trailers, chunk extensions), has a size limit.
+4. A head has a size limit, as have trailers. What else comes beside a body (chunk extensions) has it
+   while nothing of the body does.
 5. An upgrade to anything but a WebSocket is declined by going on in HTTP/1.1, body included. To a
    WebSocket it is one only where a handshake can be: a GET of HTTP/1.1 without a body.
-6. What clients do wrong is told to them, and to nobody else. Who is still sending then is listened to for
+6. What clients do wrong is told to them, in its turn, and to nobody else. Who is still sending then is listened to for
    a little while, so that the answer isn't lost (`dataplane.parting`).
 """
 
@@ -78,6 +79,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._beside_bytes = 0
         self._is_stopping = False
         self._refusal: BalancerError | None = None
+        self._later: BalancerError | None = None
+        """Of a request whose turn hasn't come."""
+        self.header_count = 0
+        """Those that came before the body."""
         self._running: RequestResponseCycle | None = None
         """Of those that an application answers; uvicorn tells only the newest that its client has left."""
         self._held = bytearray()
@@ -159,6 +164,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.in_body = True
         if self.fed_bytes + self.head_bytes > self.max_head_bytes:
             self.check_head()
+        self.header_count = len(self.headers)
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is before:
@@ -175,6 +181,13 @@ class BoundedHttp(HttpToolsProtocol):
         self.in_body = False
         super().on_message_complete()
 
+    def check_trailers(self) -> None:
+        """Break off a request whose trailers are too large, before it is complete."""
+        trailers = self.headers[self.header_count :]
+        if sum(len(name) + len(value) + 4 for name, value in trailers) > self.max_head_bytes:
+            self._refusal = HeadTooLargeError(self._limit_message())
+            raise self._refusal
+
     def check_head(self) -> None:
         """Break off the parsing of a head that is too large."""
         self._refusal = self._too_large()
@@ -190,7 +203,9 @@ class BoundedHttp(HttpToolsProtocol):
         if self.pipeline:
             cycle, app = self.pipeline.pop()
             self._start_asgi_task(cycle, app)
-        if self._held and not self._is_answering():
+        if self._later is not None and not self._is_answering():
+            self._refuse(self._later)
+        elif self._held and not self._is_answering():
             held, self._held = bytes(self._held), bytearray()
             self._feed(held)
 
@@ -236,7 +251,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         self.fed_bytes = len(data)
-        headers = self.headers
+        headers, cycle = self.headers, self.cycle
+        is_idle = not (self.in_head or self.in_body)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -246,13 +262,13 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(self._refusal or BadRequestError("this is no HTTP request"))
             return
         if self.in_head or self.in_body:
-            self._check_unfinished(headers)
+            self._check_unfinished(headers, is_alone=is_idle and cycle is self.cycle)
 
-    def _check_unfinished(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """`headers`: of the request that was read before this piece came."""
+    def _check_unfinished(self, headers: list[tuple[bytes, bytes]], *, is_alone: bool) -> None:
+        """`headers`: of the request that was read before this piece came. `is_alone`: it is all of a head."""
         is_same = headers is self.headers
         if self.in_head:
-            if is_same:
+            if is_same or is_alone:
                 self.head_bytes += self.fed_bytes
             if self.head_bytes > self.max_head_bytes:
                 self._refuse(self._too_large() or HeadTooLargeError(self._limit_message()))
@@ -280,6 +296,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, error: BalancerError) -> None:
         """Answer, and end the connection."""
+        if self._is_answering():
+            self._later, self._drops = error, True
+            return
         _logger.debug("connection_refused", status=error.status, reason=error.message)
         cycle = self.cycle
         is_answered = cycle is None or cycle.response_complete

@@ -76,6 +76,7 @@ class DirectProtocol(ExactHttp):
             return
         before = self.cycle
         self.in_head, self.in_body = False, True
+        self.header_count = len(self.headers)
         self.cycle = DirectExchange(self, target)
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
@@ -92,6 +93,8 @@ class DirectProtocol(ExactHttp):
     def on_message_complete(self) -> None:
         if not self.in_body:
             return  # a head that is read again
+        if len(self.headers) > self.header_count:
+            self.check_trailers()
         self.in_body = False
         if not isinstance(self.cycle, DirectExchange):
             super().on_message_complete()

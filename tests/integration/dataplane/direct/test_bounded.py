@@ -84,6 +84,45 @@ async def test_trailers_without_an_end_are_refused(connected: Connect, echo: Ans
         assert is_refusal(await client.read_rest(), 431)
 
 
+@pytest.mark.parametrize("path", [b"/v1/x", b"/other"])
+@pytest.mark.parametrize("cut", [0, 3, 600])
+async def test_trailers_over_the_limit_are_refused(
+    connected: Connect, echo: Answer, path: bytes, cut: int
+) -> None:
+    """However they come: all in one piece, too."""
+    sent = CHUNKED.replace(b"/v1/x", path) + b"1\r\na\r\n0\r\nx: " + b"a" * 1100 + b"\r\n\r\n"
+    async with connected(echo, limits={"max_head_bytes": 1000}) as (client, _):
+        client.send(sent[: len(sent) - cut])
+        await asyncio.sleep(0.005)
+        client.send(sent[len(sent) - cut :])
+
+        assert is_refusal(await client.read_rest(), 431)
+
+
+async def test_trailers_within_the_limit_pass(connected: Connect, echo: Answer) -> None:
+    """The head isn't counted again."""
+    head = CHUNKED[:-2] + b"x: " + b"a" * 800 + b"\r\n\r\n"
+    async with connected(echo, limits={"max_head_bytes": 1000}) as (client, _):
+        client.send(head + b"3\r\nabc\r\n0\r\nx: " + b"a" * 800 + b"\r\n\r\n")
+
+        await client.read(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc")
+
+
+@pytest.mark.parametrize(("begin", "status"), [(b"GET / HTTP/1.1\r\nx: ", 431), (b"GET /", 414)])
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_piece_of_a_head_over_the_limit_is_enough(
+    connected: Connect, echo: Answer, post: Post, begin: bytes, status: int, is_first: bool
+) -> None:
+    """Nothing else has to come."""
+    async with connected(echo, limits={"max_head_bytes": 1000}) as (client, _):
+        if not is_first:
+            client.send(post(b"abc"))
+            await client.read(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc")
+        client.send(begin + b"a" * 1100)
+
+        assert is_refusal(await client.read_rest(), status)
+
+
 async def test_large_body_in_small_chunks_passes(connected: Connect, echo: Answer) -> None:
     """Whatever there is of chunk heads, also where those come alone."""
     async with connected(echo, limits={"max_head_bytes": 100}) as (client, _):
@@ -223,6 +262,30 @@ async def test_what_is_no_http_behind_a_request_is_told_in_its_place(
         client.send(b"NONSENSE\r\n\r\n")
 
         assert is_refusal(await client.read_rest(), 400)
+
+
+MALFORMED = [
+    pytest.param(b"NONSENSE\r\n\r\n", 400, id="nonsense"),
+    pytest.param(b"GET / HTTP/1.1\r\nx: " + b"a" * 2000 + b"\r\n\r\n", 431, id="large-head"),
+    pytest.param(CHUNKED + b"x\r\n", 400, id="chunk"),
+    pytest.param(b"POST /other" + CHUNKED[len(b"POST /v1/x") :] + b"x\r\n", 400, id="other-path"),
+]
+
+
+@pytest.mark.parametrize("path", [b"/v1/x", b"/other"])
+@pytest.mark.parametrize(("sent", "status"), MALFORMED)
+async def test_what_is_malformed_in_the_same_piece_is_told_in_its_turn(
+    connected: Connect, echo: Answer, post: Post, sent: bytes, status: int, path: bytes
+) -> None:
+    """The requests before it are good ones, and get their answers first."""
+    request = post(b"abc", path=path)
+    async with connected(echo, limits={"max_head_bytes": 1000}) as (client, _):
+        client.send(request + request + sent)
+        for _ in range(2):
+            said = b"abc" if path == b"/v1/x" else b"/other? abc"
+            await client.read(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+
+        assert is_refusal(await client.read_rest(), status)
 
 
 async def test_half_a_body_does_not_hold_up_a_server_that_stops(
