@@ -5,7 +5,8 @@ Rules:
 1. The body passes untouched, whatever it is (`core.http.forwarded` says what little is read of it).
 2. One retry elsewhere, as for generated answers: only while nothing has been answered. An instance
    that doesn't have the path is followed by another without one; the last one's words are the
-   answer.
+   answer. A 500 is followed by another where the prompt is run while the client waits (an engine
+   that died says so), not of what may have changed something.
 3. Of what runs a prompt nothing passes before its first word (`dataplane.beginnings`), but of a
    response in the background, which its client may ask for by its id from then on.
 4. A response that an instance keeps (Responses API) is asked of that instance, and what goes on
@@ -55,6 +56,11 @@ class _Errand:
     read: ReadBody
     record: RequestRecord
     passer: AnswerPasser
+
+    @property
+    def is_awaited(self) -> bool:
+        """A prompt is run, and nothing of it is kept before its answer has come."""
+        return self.request.use.generates and not self.read.background
 
 
 class Forwarding:
@@ -214,7 +220,9 @@ class Forwarding:
         kept = errand.request.use.response
         if kept is not None and status == 404:
             self._stored.drop(kept)
-        elif status == 503 or (may_lack(status) and errand.request.method != "HEAD"):
+            return
+        is_lacking = may_lack(status) and errand.request.method != "HEAD"
+        if is_lacking or status == 503 or (status == 500 and errand.is_awaited):
             body = await answer.read(MAX_ERROR_BYTES)
             if says_lacking(status, body):
                 self._placing.lacking.note(place.instance.id, path, self._clock())
@@ -229,8 +237,7 @@ class Forwarding:
         guard: LegGuard,
     ) -> None:
         generates = errand.request.use.generates
-        is_awaited = generates and not errand.read.background
-        first = await forwarded_beginning(answer, leg, generates=is_awaited)
+        first = await forwarded_beginning(answer, leg, generates=errand.is_awaited)
         self._sender.answered(leg)
         if answer.status >= 400:  # its words pass as they are, but nothing was computed
             refused = EngineRefusedError(answer.status, answer.headers, first, alias=leg.alias)

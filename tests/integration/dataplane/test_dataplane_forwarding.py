@@ -208,6 +208,55 @@ async def test_busy_or_dead_instance_is_passed_over_once(
         assert len(bad.received) == 1
 
 
+RUN = [
+    "/v1/messages",
+    "/v1/responses",
+    "/inference/v1/generate",
+    "/v1/chat/completions/batch",
+    "/generative_scoring",
+    "/invocations",
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status"),
+    [
+        *(pytest.param(path, {}, 200, id=path) for path in RUN),
+        pytest.param("/v1/responses", {"background": True}, 500, id="background"),
+        pytest.param("/tokenize", {}, 500, id="no-prompt-run"),
+    ],
+)
+async def test_engine_that_died_is_followed_where_a_prompt_is_run(
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    path: str,
+    more: dict[str, Any],
+    status: int,
+) -> None:
+    """VLLM says 500 then. Where something may have been kept, its words are the answer."""
+    asked: list[str] = []
+
+    async def script(received: Any, wire: Any) -> None:
+        asked.append(received.target)
+        if len(asked) == 1:
+            await wire.json({"error": {"message": "EngineCore died"}}, 500)
+        else:
+            await wire.json({"a": 1})
+
+    async with (
+        engine(script) as one,
+        engine(script) as other,
+        balancer(instance(one, "e0"), instance(other, "e1")) as proxy,
+    ):
+        answer = await client.post(proxy.url + path, json={"model": "m", **more})
+
+    assert answer.status_code == status
+    assert len(asked) == (2 if status == 200 else 1)
+    assert (b"EngineCore died" in answer.content) == (status == 500)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/tokenize"])
 async def test_errors_have_the_form_of_their_api(
     balancer: Any, instance: Any, client: httpx.AsyncClient, path: str
