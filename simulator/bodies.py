@@ -22,6 +22,9 @@ _MOST_CHOICES = 128
 _MOST_LOGPROBS = 20
 """vLLM's `--max-logprobs`, as it is without it."""
 
+_FLAG: TypeAdapter[bool | None] = TypeAdapter(bool | None)
+_STREAM_FLAGS = ("include_usage", "continuous_usage_stats")
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -189,6 +192,7 @@ def _adapters(kind: type[msgspec.Struct]) -> dict[str, TypeAdapter[Any]]:
 
 def check_generation(body: GenerationBody) -> None:
     """Refuse combinations that no engine runs."""
+    _read_stream_options(body)
     if body.stream_options and not body.stream:
         raise InvalidBodyError(
             "Stream options can only be defined when `stream=True`.", param="stream_options"
@@ -210,6 +214,20 @@ def check_generation(body: GenerationBody) -> None:
         )
     if body.top_p is not None and not 0 < body.top_p <= 1:
         raise RequestRefusedError(f"top_p must be in (0, 1], got {body.top_p}.", param="top_p")
+
+
+def _read_stream_options(body: GenerationBody) -> None:
+    """Make flags of what came as such: "false" is none, and "perhaps" is refused."""
+    if not body.stream_options:
+        return
+    read = dict(body.stream_options)
+    for name in _STREAM_FLAGS:
+        try:
+            read[name] = _FLAG.validate_python(read.get(name))
+        except ValidationError as error:
+            field = f"stream_options.{name}"
+            raise InvalidBodyError(f"{field}: {error.errors()[0]['msg']}", param=field) from error
+    body.stream_options = read
 
 
 def _check_logprobs(body: GenerationBody) -> None:

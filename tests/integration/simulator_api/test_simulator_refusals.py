@@ -47,6 +47,12 @@ async def test_body_that_breaks_off_does_no_harm(api: Any) -> None:
             id="stream-options-without-stream",
         ),
         pytest.param(
+            {"prompt": "a", "stream": True, "stream_options": {"include_usage": "perhaps"}},
+            400,
+            "stream_options.include_usage",
+            id="stream-options-of-wrong-type",
+        ),
+        pytest.param(
             {"prompt": "a", "stream": True, "prompt_logprobs": 1},
             400,
             "not available",

@@ -64,6 +64,17 @@ async def test_chat_stream_ends_with_usage_on_request(api: Any) -> None:
     assert end == "[DONE]"
 
 
+async def test_flags_of_stream_options_are_read_as_pydantic_reads_them(api: Any) -> None:
+    """The word "false" asks for nothing."""
+    options = {"include_usage": "false"}
+    *chunks, end = await api.stream(
+        "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream_options": options}
+    )
+
+    assert (len(chunks), end) == (3, "[DONE]")
+    assert all(chunk["choices"] for chunk in chunks)
+
+
 async def test_streamed_token_ids_come_with_the_first_chunk(api: Any) -> None:
     """`return_token_ids` gives the prompt's ids once and every token's id."""
     *chunks, _end = await api.stream(
