@@ -3,6 +3,8 @@
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from balancer.core.load.chain_tree import Begun, ChainTree, run_blocks
 from balancer.core.load.predictions import RankPredictions
@@ -60,3 +62,30 @@ def test_what_lives_expires_when_it_should() -> None:
 
     assert before == [1, 1]
     assert [predicted(begun, keys) for keys in (by_time, by_tokens)] == [0, 0]
+
+
+chains = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 8), st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(chains=chains)
+def test_predictions_equal_a_naive_count(chains: list[tuple[int, int, bool]]) -> None:
+    """A run ends where no live prediction covers the next key, whatever came and went."""
+    begun: Begun = {}
+    predictions = RankPredictions(10_000, ChainTree(begun, RANK))
+    live: list[list[BlockKey]] = []
+    for family, length, is_withdrawn in chains:
+        keys = [BlockKey(family * 100 + number) for number in range(length)]
+        prediction = predictions.add([keys])
+        if is_withdrawn:
+            predictions.withdraw(prediction)
+            predictions.withdraw(prediction)
+        else:
+            live.append(keys)
+    for family in range(3):
+        prompt = [BlockKey(family * 100 + number) for number in range(8)]
+        covered = max((len(keys) for keys in live if keys[0] == prompt[0]), default=0)
+
+        assert predicted(begun, prompt) == covered
+    assert predictions.blocks == sum(map(len, live))

@@ -23,11 +23,13 @@ class Rank:
     def __init__(self, **options: Any) -> None:
         self.blocks = RankBlocks(rank=RANK, model="tiny", epoch=1, **options)
         self.shown: Shown = set()
+        self.updates: list[RankUpdate] = []
         self.specs: list[GroupSpec] = []
         self._seq = itertools.count()
 
     def apply(self, *events: Any) -> RankUpdate:
         update = self.blocks.apply(next(self._seq), EventBatch(1.0, 0, list(events)))
+        self.updates.append(update)
         for change in update.changes:
             if isinstance(change, GroupSpec):
                 self.specs.append(change)
