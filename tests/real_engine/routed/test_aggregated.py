@@ -1,5 +1,6 @@
 """Two real engines that prefill and decode: predictions, hit rate, texts, a restart under traffic."""
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -13,6 +14,8 @@ SEED = 20261129
 COUNT, TURNS = 20, 3
 LONG = {"max_tokens": 1200, "min_tokens": 1200, "stream": True}
 """Some seconds of answer: an engine was once done with 400 tokens before it was killed."""
+PAUSE_S = 0.1
+"""Between requests while an engine starts: without it the other one's busy loops take its core."""
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +124,16 @@ def test_texts_are_those_of_one_engine_asked_directly(
 
 
 def kill_while_it_streams(kvlb: Any, body: dict[str, Any], engines: dict[str, Any]) -> str:
-    """Kill the engine that is answering a stream and let it start again; return its name."""
+    """Kill the engine that is answering a stream and let it start again; return its name.
+
+    At the answer's head: a busy engine lets its words go when it is done with all of them.
+    """
     url = f"{kvlb.url}/v1/chat/completions"
     with kvlb.http.stream("POST", url, json={**body, **LONG}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
         victim = str(answer.headers["x-kvlb-instance"])
         engines[victim].restart()
         try:
-            rest = list(lines)
+            rest = list(answer.iter_lines())
         except httpx.TransportError:
             rest = []
     assert "data: [DONE]" not in rest, "the engine was killed before its answer was complete"
@@ -161,6 +165,7 @@ def test_a_restarted_engine_gets_no_credit_for_what_it_lost(
         during = []
 
         def is_back() -> bool:
+            time.sleep(PAUSE_S)
             during.append(ask(chats, next(turns) % (COUNT // 2)))
             return bool(cold[victim].is_ready() and kvlb.is_warm())
 
