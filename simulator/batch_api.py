@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from simulator.answers import AnswerOptions, ChatAnswer, Choice
-from simulator.bodies import ChatBody, CompletionBody, GenerationBody, decode_body
+from simulator.bodies import ChatBody, CompletionBody, decode_body
 from simulator.core import tokenizer
 from simulator.core.errors import InvalidBodyError, RequestRefusedError
 from simulator.engine import SimulatedEngine
 from simulator.exchange import Exchange
-from simulator.generation_api import Generation, MakeGeneration, Sequences, generate
+from simulator.generation import Generation, making
+from simulator.generation_api import generate
 from simulator.prompts import read_chat_prompt
-from simulator.rank import EngineRank
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
@@ -87,7 +87,7 @@ async def chat_batch(engine: SimulatedEngine, exchange: Exchange) -> None:
         cache_salt=body.cache_salt,
         request_id=body.request_id,
     )
-    await generate(engine, exchange, completion, _make(BatchAnswer))
+    await generate(engine, exchange, completion, making(Generation, BatchAnswer))
 
 
 async def score_next(engine: SimulatedEngine, exchange: Exchange) -> None:
@@ -114,26 +114,13 @@ async def score_next(engine: SimulatedEngine, exchange: Exchange) -> None:
         cache_salt=body.cache_salt,
         request_id=body.request_id,
     )
-    await generate(engine, exchange, completion, _make(partial(ScoringAnswer, body)))
+    await generate(engine, exchange, completion, making(Generation, partial(ScoringAnswer, body)))
 
 
 def _ids(given: str | list[int], *, is_special: bool) -> list[int]:
     if isinstance(given, list):
         return given
     return tokenizer.encode(given, add_special_tokens=is_special)
-
-
-def _make(answer: Any) -> MakeGeneration:
-    def make(
-        rank: EngineRank,
-        exchange: Exchange,
-        body: GenerationBody,
-        options: AnswerOptions,
-        sequences: Sequences,
-    ) -> Generation:
-        return Generation(rank, exchange, body, answer(options), sequences)
-
-    return make
 
 
 class BatchAnswer:

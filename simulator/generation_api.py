@@ -1,15 +1,12 @@
 """Carries out /v1/completions and /v1/chat/completions on one engine."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from simulator.answers import (
-    Answer,
     AnswerOptions,
     ChatAnswer,
     Choice,
     CompletionAnswer,
-    WholeAnswer,
     render_encoded,
 )
 from simulator.bodies import (
@@ -28,15 +25,9 @@ from simulator.core.types import EngineRequest
 from simulator.encoder import media_names
 from simulator.engine import SimulatedEngine
 from simulator.exchange import Exchange
+from simulator.generation import ChunkGeneration, Generation, MakeGeneration, making
 from simulator.prompts import Prompt, read_chat_prompt, read_completion_prompts
-from simulator.rank import EngineRank, OutputStream
 from simulator.text_output import TextOutput
-
-LOAD_FAILED = (
-    "Internal server error: the engine that prefilled this prompt is not in this process. Simulated "
-    "engines hand blocks over only inside one `kvlb simulate`; there, it was restarted meanwhile"
-)
-"""The only failure that a simulated request meets. A real engine says no more than the first words."""
 
 
 async def complete(engine: SimulatedEngine, exchange: Exchange) -> None:
@@ -47,7 +38,7 @@ async def complete(engine: SimulatedEngine, exchange: Exchange) -> None:
         raise RequestRefusedError(
             "This engine runs the encoder only, and a completion has no media."
         )
-    await _generate(engine, exchange, body)
+    await generate(engine, exchange, body, making(ChunkGeneration, CompletionAnswer))
 
 
 async def chat(engine: SimulatedEngine, exchange: Exchange) -> None:
@@ -57,7 +48,7 @@ async def chat(engine: SimulatedEngine, exchange: Exchange) -> None:
     if engine.encoder.encodes:
         await _encode(engine, exchange, body)
     else:
-        await _generate(engine, exchange, body)
+        await generate(engine, exchange, body, making(ChunkGeneration, ChatAnswer))
 
 
 async def invoke(engine: SimulatedEngine, exchange: Exchange) -> None:
@@ -86,18 +77,11 @@ def _media(body: ChatBody) -> list[str]:
     return media_names(body.messages, body.mm_processor_kwargs)
 
 
-async def _generate(
-    engine: SimulatedEngine, exchange: Exchange, body: CompletionBody | ChatBody
-) -> None:
-    make = _make_chat if isinstance(body, ChatBody) else _make_completion
-    await generate(engine, exchange, body, make)
-
-
 async def generate(
     engine: SimulatedEngine,
     exchange: Exchange,
     body: CompletionBody | ChatBody,
-    make: "MakeGeneration",
+    make: MakeGeneration,
 ) -> None:
     """Run what `make` makes of the request."""
     attempt = engine.history.begin(
@@ -122,8 +106,8 @@ def _prepare(
     engine: SimulatedEngine,
     exchange: Exchange,
     body: CompletionBody | ChatBody,
-    make: "MakeGeneration",
-) -> "Generation":
+    make: MakeGeneration,
+) -> Generation:
     """Check everything that can be refused before a token is computed."""
     try:
         return _check(engine, exchange, body, make)
@@ -136,8 +120,8 @@ def _check(
     engine: SimulatedEngine,
     exchange: Exchange,
     body: CompletionBody | ChatBody,
-    make: "MakeGeneration",
-) -> "Generation":
+    make: MakeGeneration,
+) -> Generation:
     check_generation(body)
     if engine.settings.force_include_usage and body.stream:
         body.stream_options = {"include_usage": True, "continuous_usage_stats": True}
@@ -247,151 +231,3 @@ def _reads_cache(body: CompletionBody | ChatBody) -> bool:
     """Log probabilities of the prompt need every position computed."""
     echoes_logprobs = bool(body.echo) and _logprobs(body) is not None
     return body.prompt_logprobs is None and not echoes_logprobs
-
-
-Sequences = list[tuple[Choice, EngineRequest]]
-MakeGeneration = Callable[
-    [EngineRank, Exchange, GenerationBody, AnswerOptions, Sequences], "Generation"
-]
-
-
-class Generation:
-    """One accepted request until its last byte."""
-
-    def __init__(
-        self,
-        rank: EngineRank,
-        exchange: Exchange,
-        body: GenerationBody,
-        answer: WholeAnswer,
-        sequences: Sequences,
-    ) -> None:
-        self.rank = rank
-        self._exchange = exchange
-        self._body = body
-        self._whole = answer
-        self._requests = [request for _choice, request in sequences]
-        self._choices = [choice for choice, _request in sequences]
-        self._open = {choice.request_id: choice for choice in self._choices}
-        self._stream = OutputStream(sum(request.max_tokens for request in self._requests))
-
-    @property
-    def loads_prompt(self) -> bool:
-        """Another engine has computed the prompt, media included."""
-        return any(request.remote is not None for request in self._requests)
-
-    async def run(self) -> bool:
-        """Generate and answer; what is unfinished when the client goes is aborted.
-
-        False if a stream ended in an error. Raises GenerationFailedError where there is none.
-        """
-        for request in self._requests:
-            self.rank.submit(request, self._stream)
-        try:
-            return await (self._run_stream() if self._body.stream else self._run_whole())
-        finally:
-            for request_id in self._open:
-                self.rank.abort(request_id)
-
-    async def _run_whole(self) -> bool:
-        while self._open:
-            choice = await self._next_choice()
-            if choice.finish_reason == "error":
-                raise GenerationFailedError(LOAD_FAILED)
-        await self._exchange.send_json(self._whole.render_whole(self._choices))
-        return True
-
-    async def _run_stream(self) -> bool:
-        """Stream in the events of the subclass's own API."""
-        raise NotImplementedError
-
-    async def _next_choice(self) -> Choice:
-        """Wait for a token of an open choice and return that choice."""
-        while True:
-            output = await self._stream.next()
-            choice = self._open.get(output.request_id)
-            # Tokens that were on their way when a stop string ended the choice.
-            if choice is not None:
-                break
-        choice.accept(output, min_tokens=self._body.min_tokens)
-        if choice.finish_reason is not None:
-            del self._open[choice.request_id]
-            if output.finish_reason is None:
-                self.rank.abort(choice.request_id)
-        return choice
-
-
-class ChunkGeneration(Generation):
-    """One whose stream is a chunk per token, as of completions and chats."""
-
-    _shows_all = False
-    """Also tokens that make no text yet."""
-
-    def __init__(
-        self,
-        rank: EngineRank,
-        exchange: Exchange,
-        body: GenerationBody,
-        answer: Answer,
-        sequences: Sequences,
-    ) -> None:
-        super().__init__(rank, exchange, body, answer, sequences)
-        self._answer = answer
-
-    async def _run_stream(self) -> bool:
-        await self._exchange.start_stream()
-        for choice in self._choices:
-            opening = self._answer.render_opening(choice)
-            if opening is not None:
-                if self._body.repeats_usage:
-                    opening["usage"] = self._answer.render_usage([choice])["usage"]
-                await self._exchange.send_event(opening)
-        is_complete = await self._stream_tokens()
-        if is_complete and self._body.includes_usage:
-            await self._exchange.send_event(self._answer.render_usage(self._choices))
-        await self._exchange.end_stream()
-        return is_complete
-
-    async def _stream_tokens(self) -> bool:
-        """Send tokens until all choices are complete; False if one failed."""
-        while self._open:
-            choice = await self._next_choice()
-            if choice.finish_reason == "error":
-                failure = GenerationFailedError(LOAD_FAILED)
-                await self._exchange.send_event(self._answer.render_failure(failure))
-                return False
-            is_final = choice.finish_reason is not None
-            text = choice.output.take(is_final=is_final)
-            if self._is_shown(choice, text):
-                await self._exchange.send_event(self._render_chunk(choice, text))
-        return True
-
-    def _is_shown(self, choice: Choice, text: str) -> bool:
-        ends = choice.finish_reason is not None
-        return bool(text) or ends or self._shows_all or bool(self._body.return_token_ids)
-
-    def _render_chunk(self, choice: Choice, text: str) -> dict[str, Any]:
-        chunk = self._answer.render_chunk(choice, text, choice.token_ids[-1])
-        if self._body.repeats_usage:
-            chunk["usage"] = self._answer.render_usage([choice])["usage"]
-        return chunk
-
-
-def _make_completion(
-    rank: EngineRank,
-    exchange: Exchange,
-    body: GenerationBody,
-    options: AnswerOptions,
-    sequences: Sequences,
-) -> Generation:
-    return ChunkGeneration(rank, exchange, body, CompletionAnswer(options), sequences)
-
-
-def _make_chat(
-    rank: EngineRank,
-    exchange: Exchange,
-    body: GenerationBody,
-    options: AnswerOptions,
-    sequences: Sequences,
-) -> Generation:
-    return ChunkGeneration(rank, exchange, body, ChatAnswer(options), sequences)

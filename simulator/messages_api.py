@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 
 from simulator.answers import AnswerOptions, Choice, render_usage
-from simulator.bodies import ChatBody, GenerationBody, decode_body
+from simulator.bodies import ChatBody, decode_body
 from simulator.core.errors import InvalidBodyError, RequestRefusedError
 from simulator.engine import SimulatedEngine
 from simulator.exchange import Exchange
-from simulator.generation_api import Sequences, generate
+from simulator.generation import making
+from simulator.generation_api import generate
 from simulator.named_events import Event, NamedGeneration
 from simulator.prompts import read_chat_prompt
-from simulator.rank import EngineRank
 
 Content = str | list[dict[str, Any]]
 
@@ -78,7 +78,7 @@ async def create_message(engine: SimulatedEngine, exchange: Exchange) -> None:
     """Answer a message. What the chat handler refuses is told in Anthropic's form."""
     body = decode_body(exchange.body, exchange.headers.get("content-type", ""), MessagesBody)
     try:
-        await generate(engine, exchange, body.chat(), _make)
+        await generate(engine, exchange, body.chat(), making(NamedGeneration, MessagesAnswer))
     except RequestRefusedError as error:
         await _refuse(exchange, error)
 
@@ -101,16 +101,6 @@ async def _refuse(exchange: Exchange, error: RequestRefusedError) -> None:
     kind = "BadRequestError" if isinstance(error, InvalidBodyError) else error.kind
     refusal = {"type": "error", "error": {"type": kind, "message": error.message}}
     await exchange.send_json(refusal, status=error.status)
-
-
-def _make(
-    rank: EngineRank,
-    exchange: Exchange,
-    body: GenerationBody,
-    options: AnswerOptions,
-    sequences: Sequences,
-) -> NamedGeneration:
-    return NamedGeneration(rank, exchange, body, MessagesAnswer(options), sequences)
 
 
 class MessagesAnswer:

@@ -9,7 +9,7 @@ from simulator.answers import Choice, WholeAnswer
 from simulator.bodies import GenerationBody
 from simulator.core.errors import GenerationFailedError, RequestRefusedError
 from simulator.exchange import Exchange
-from simulator.generation_api import LOAD_FAILED, Generation, Sequences
+from simulator.generation import LOAD_FAILED, Generation, Sequences
 from simulator.rank import EngineRank
 
 Event = dict[str, Any]

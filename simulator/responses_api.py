@@ -20,7 +20,8 @@ from simulator.core.errors import (
 )
 from simulator.engine import KeptResponse, SimulatedEngine
 from simulator.exchange import Exchange
-from simulator.generation_api import Sequences, generate
+from simulator.generation import Sequences
+from simulator.generation_api import generate
 from simulator.named_events import Event, NamedGeneration
 from simulator.rank import EngineRank
 

@@ -21,10 +21,10 @@ from simulator.core.errors import RequestRefusedError, ScaleOutOffError
 from simulator.derender_api import derender_chat, derender_completion
 from simulator.engine import SimulatedEngine
 from simulator.exchange import Exchange, render_error
-from simulator.generation_api import ChunkGeneration, Generation, Sequences, generate
+from simulator.generation import ChunkGeneration, making
+from simulator.generation_api import generate
 from simulator.messages_api import MessagesBody
 from simulator.prompts import Prompt, read_chat_prompt, read_completion_prompts
-from simulator.rank import EngineRank
 
 Ids = list[int]
 
@@ -80,7 +80,7 @@ async def generate_ids(engine: SimulatedEngine, exchange: Exchange) -> None:
         request_id=body.request_id,
         kv_transfer_params=body.kv_transfer_params,
     )
-    await generate(engine, exchange, completion, _make)
+    await generate(engine, exchange, completion, making(_IdsGeneration, IdsAnswer))
 
 
 async def render_chat(engine: SimulatedEngine, exchange: Exchange) -> None:
@@ -177,16 +177,6 @@ def _render(
         "kv_transfer_params": None,
         "ec_transfer_params": None,
     }
-
-
-def _make(
-    rank: EngineRank,
-    exchange: Exchange,
-    body: GenerationBody,
-    options: AnswerOptions,
-    sequences: Sequences,
-) -> Generation:
-    return _IdsGeneration(rank, exchange, body, IdsAnswer(options), sequences)
 
 
 class _IdsGeneration(ChunkGeneration):
