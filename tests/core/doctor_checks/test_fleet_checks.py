@@ -18,6 +18,8 @@ MakeEngine = Callable[..., InstanceFacts]
 MakeFleet = Callable[..., FleetFacts]
 MakePair = Callable[..., tuple[InstanceFacts, InstanceFacts]]
 FAR: dict[str, Any] = {"port": 5600, "decode": "d0", "decode_host": "10.0.0.2"}
+SILENT: dict[str, Any] = {"host": "10.9.9.9", "dial_problem": "where nobody answers"}
+FAILED: dict[str, Any] = {"decode_problem": "status 500"}
 
 
 def test_block_sizes_of_one_model_are_compared(
@@ -77,40 +79,22 @@ def test_releases_of_a_pair_are_compared(pair: MakePair, fleet: MakeFleet) -> No
     ("transfer", "names"),
     [
         pytest.param(
-            Transfer(
-                host="10.9.9.9", dial_problem="where nobody answers", decode_problem="x", **FAR
-            ),
-            ["nixl_unreachable"],
-            id="nobody-there",
+            Transfer(**SILENT, decode_problem="x", **FAR), ["nixl_unreachable"], id="nobody-there"
         ),
         pytest.param(
-            Transfer(host="localhost", decode_problem="status 500", **FAR),
+            Transfer(host="localhost", **FAILED, **FAR),
             ["nixl_unreachable"],
             id="the-decode-engine-dials-itself",
         ),
         pytest.param(
-            Transfer(host="127.0.0.1", decode_problem="status 500", **FAR),
-            ["nixl_unreachable"],
-            id="loopback",
+            Transfer(host="127.0.0.1", **FAILED, **FAR), ["nixl_unreachable"], id="loopback"
         ),
+        pytest.param(Transfer(**SILENT, port=5600), ["nixl_unreachable"], id="nobody-to-try"),
+        pytest.param(Transfer(**SILENT, **FAR), [], id="only-from-here"),
         pytest.param(
-            Transfer(host="10.9.9.9", dial_problem="where nobody answers", port=5600),
-            ["nixl_unreachable"],
-            id="nobody-to-try",
+            Transfer(host="p0.example", **FAILED, **FAR), ["transfer_failed"], id="named-host"
         ),
-        pytest.param(
-            Transfer(host="10.9.9.9", dial_problem="where nobody answers", **FAR),
-            [],
-            id="only-from-here",
-        ),
-        pytest.param(
-            Transfer(host="p0.example", decode_problem="status 500", **FAR),
-            ["transfer_failed"],
-            id="named-host",
-        ),
-        pytest.param(
-            Transfer(decode="d0", decode_problem="status 500"), ["transfer_failed"], id="no-address"
-        ),
+        pytest.param(Transfer(decode="d0", **FAILED), ["transfer_failed"], id="no-address"),
     ],
 )
 def test_transfer_is_judged_by_what_the_decode_engine_did(

@@ -53,22 +53,26 @@ async def test_reset_that_is_never_told_is_found_out_by_the_root(
         await kvlb.until(are_known)  # Redis has it a little later than it is counted
 
 
+async def hide_stores(kvlb: Any, untold: list[list[int]]) -> None:
+    """The engine computes them and tells nobody; three of them give it away, and it is told anew."""
+    engine = kvlb.engines[0]
+    await kvlb.fill_truly()
+    engine.set_event_faults(EventFaults(hides_stores=True))
+    for each in untold:
+        await kvlb.ask(each, url=engine.url)
+    engine.set_event_faults(EventFaults())
+    for each in untold[:3]:
+        await kvlb.ask(each)
+    await kvlb.until(kvlb.was_rebuilt)
+
+
 async def test_blocks_that_were_never_told_of_show_as_a_gap(
     composed: Composed, tokens: MakeTokens
 ) -> None:
     """The rank is told anew, in vain, and is not asked again; legs that agree take it back."""
     async with composed("1") as kvlb:
-        engine = kvlb.engines[0]
-        await kvlb.fill_truly()
-        engine.set_event_faults(EventFaults(hides_stores=True))
         untold = [tokens(number, 20) for number in range(200, 206)]
-        for each in untold:
-            await kvlb.ask(each, url=engine.url)
-        engine.set_event_faults(EventFaults())
-
-        for each in untold[:3]:
-            await kvlb.ask(each)
-        await kvlb.until(kvlb.was_rebuilt)
+        await hide_stores(kvlb, untold)
         await kvlb.until(lambda: kvlb.has_trust("exact"))
         for each in untold[3:]:
             await kvlb.ask(each)
@@ -87,16 +91,8 @@ async def test_reused_blocks_that_were_never_told_of_are_announced_on_request(
 ) -> None:
     """Where a replay doesn't help a sampled request asks for a full report; counts stay right."""
     async with composed("1", full_report_interval_s=0.2) as kvlb:
-        engine = kvlb.engines[0]
-        await kvlb.fill_truly()
-        engine.set_event_faults(EventFaults(hides_stores=True))
         untold = [tokens(number, 20) for number in range(200, 208)]
-        for each in untold:
-            await kvlb.ask(each, url=engine.url)
-        engine.set_event_faults(EventFaults())
-        for each in untold[:3]:
-            await kvlb.ask(each)
-        await kvlb.until(kvlb.was_rebuilt)
+        await hide_stores(kvlb, untold)
 
         async def is_known() -> object:
             for each in untold:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from itertools import count
 from typing import Any, Protocol
@@ -195,12 +195,14 @@ class Balancer:
         )
         with listener:
             async with asyncio.TaskGroup() as group:
-                group.create_task(server.serve(sockets=[listener]))
+                serving = group.create_task(server.serve(sockets=[listener]))
                 try:
                     yield self
                 finally:
                     server.leave.set()
-        await self.upstream.close()
+                    # The group would cancel it where a test fails, and uvloop hangs on its sockets.
+                    await asyncio.wait((serving,))
+                    await self.upstream.close()
 
 
 class _OverAsgi:
@@ -322,17 +324,3 @@ def raw_client() -> RawClientFactory:
             writer.transport.abort()
 
     return connect
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Waits for what nothing tells of."""
-
-    async def wait(is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while True:
-                if is_so():
-                    return
-                await asyncio.sleep(0.01)
-
-    return wait

@@ -63,7 +63,7 @@ class Crowd:
 
     served: Any
     client: httpx.AsyncClient
-    until: Any
+    eventually: Any
     group: asyncio.TaskGroup
     sent: int = 0
 
@@ -75,8 +75,8 @@ class Crowd:
             self.client.post(url, json=body(user, **fields), headers=headers)
         )
         self.sent += 1
-        await self.until(lambda: self.served.dataplane.running == self.sent)
-        await self.until(lambda: self.waiting == self.sent - 1)
+        await self.eventually(lambda: self.served.dataplane.running == self.sent)
+        await self.eventually(lambda: self.waiting == self.sent - 1)
         return answer
 
     @property
@@ -85,7 +85,7 @@ class Crowd:
 
 
 async def test_a_request_waits_for_room_and_is_served(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """The engine has one at a time; nobody is told 503."""
     gate = Gate()
@@ -94,7 +94,7 @@ async def test_a_request_waits_for_room_and_is_served(
         balancer(instance(running), routing=ONE_EACH) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         answers = [await crowd.send(name) for name in "ab"]
         await running.wait_for_requests(1)
         seen = list(gate.asked)
@@ -111,7 +111,7 @@ async def test_a_request_waits_for_room_and_is_served(
 
 
 async def test_the_urgent_and_the_modest_go_first(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """By priority, in the body or the header; within one, clients get equal shares."""
     gate = Gate()
@@ -120,7 +120,7 @@ async def test_the_urgent_and_the_modest_go_first(
         balancer(instance(running), routing=ONE_EACH) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         busy, modest = ({"authorization": f"Bearer {name}"} for name in ("busy", "modest"))
         for name in ("first", "busy1", "busy2", "busy3"):
             await crowd.send(name, busy)
@@ -138,7 +138,7 @@ async def test_the_urgent_and_the_modest_go_first(
 
 
 async def test_who_waits_too_long_gets_503(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """In OpenAI's form, with the code of a full fleet and when to come back. No engine hears of it."""
     gate = Gate()
@@ -148,7 +148,7 @@ async def test_who_waits_too_long_gets_503(
         balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         first = await crowd.send("a")
         refused = await client.post(served.url + COMPLETIONS, json=body("b"))
         gate.permits.release()
@@ -162,7 +162,7 @@ async def test_who_waits_too_long_gets_503(
 
 
 async def test_a_full_line_is_told_at_once(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """`max_waiting: 0` is how it was before there was a line."""
     gate = Gate()
@@ -172,7 +172,7 @@ async def test_a_full_line_is_told_at_once(
         balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
         asyncio.TaskGroup() as group,
     ):
-        await Crowd(served, client, until, group).send("a")
+        await Crowd(served, client, eventually, group).send("a")
         refused = await client.post(served.url + COMPLETIONS, json=body("b"))
         gate.permits.release()
 
@@ -186,7 +186,7 @@ async def test_a_client_that_leaves_gives_up_its_place(
     instance: Any,
     client: httpx.AsyncClient,
     raw_client: Any,
-    until: Any,
+    eventually: Any,
 ) -> None:
     """Within moments, and the one behind it goes on."""
     gate = Gate()
@@ -195,15 +195,15 @@ async def test_a_client_that_leaves_gives_up_its_place(
         balancer(instance(running), routing=ONE_EACH) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         await crowd.send("a")
         async with raw_client(served) as impatient:
             await impatient.post(COMPLETIONS, body("impatient"))
-            await until(lambda: crowd.waiting == 1)
+            await eventually(lambda: crowd.waiting == 1)
             crowd.sent += 1
             last = await crowd.send("b")
             impatient.leave()
-            await until(lambda: crowd.waiting == 1)
+            await eventually(lambda: crowd.waiting == 1)
         gate.permits.release()
         gate.permits.release()
 
@@ -214,7 +214,7 @@ async def test_a_client_that_leaves_gives_up_its_place(
 
 
 async def test_who_waited_is_decided_by_the_fleet_of_then(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """An engine that was added meanwhile gets it at once."""
     full, fresh = Gate(), Gate()
@@ -224,7 +224,7 @@ async def test_who_waited_is_decided_by_the_fleet_of_then(
         balancer(instance(running), routing=ONE_EACH) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         await crowd.send("a")
         answer = await crowd.send("b")
         served.fleet = Fleet(instances=(*served.fleet.instances, instance(added, "e1")))
@@ -236,7 +236,7 @@ async def test_who_waited_is_decided_by_the_fleet_of_then(
 
 
 async def test_a_fleet_that_dies_lets_nobody_wait(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """Nobody is left who could have room: that is told at once, and as what it is."""
     gate = Gate()
@@ -245,7 +245,7 @@ async def test_a_fleet_that_dies_lets_nobody_wait(
         balancer(instance(running), routing=ONE_EACH) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         await crowd.send("a")
         answer = await crowd.send("b")
         served.fleet = Fleet(
@@ -260,7 +260,7 @@ async def test_a_fleet_that_dies_lets_nobody_wait(
 
 
 async def test_what_comes_too_fast_waits(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """All are served in the end, however many came at once."""
     clock, gate = Clock(), Gate(permits=asyncio.Semaphore(20))
@@ -274,7 +274,7 @@ async def test_what_comes_too_fast_waits(
             group.create_task(client.post(served.url + COMPLETIONS, json=body(str(number))))
             for number in range(20)
         ]
-        await until(lambda: sum(served.admission.waiting.values()) == 15)
+        await eventually(lambda: sum(served.admission.waiting.values()) == 15)
         async with clock.going_on():
             await asyncio.wait(answers)
 
@@ -298,7 +298,7 @@ async def test_line_that_only_the_pace_holds_is_served_to_its_end(
 
 
 async def test_line_that_is_full_by_the_pace_says_when_to_come_back(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """By the pace and the line, and what to change, as `--rate-limit` and `--queue-size` had it."""
     gate = Gate(permits=asyncio.Semaphore(1))
@@ -308,11 +308,11 @@ async def test_line_that_is_full_by_the_pace_says_when_to_come_back(
         balancer(instance(running), admission=admission) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         url = served.url + COMPLETIONS
         first = await client.post(url, json=body("a"))
         waiting = [group.create_task(client.post(url, json=body(name))) for name in "bc"]
-        await until(lambda: crowd.waiting == 2)
+        await eventually(lambda: crowd.waiting == 2)
         refused = await client.post(url, json=body("d"))
         for each in waiting:
             each.cancel()
@@ -325,7 +325,7 @@ async def test_line_that_is_full_by_the_pace_says_when_to_come_back(
 
 
 async def test_models_that_the_pace_holds_back_take_turns(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """Nine requests for one model don't keep the only two for another waiting."""
     clock, gate = Clock(), Gate(permits=asyncio.Semaphore(20))
@@ -339,11 +339,11 @@ async def test_models_that_the_pace_holds_back_take_turns(
                 for number in range(9):
                     asked = client.post(url, json=body(f"m{number}"))
                     answers.append(group.create_task(asked))
-                await until(lambda: served.admission.waiting.get("m") == 8)
+                await eventually(lambda: served.admission.waiting.get("m") == 8)
                 for number in range(2):
                     asked = client.post(url, json=body(f"n{number}", model="n"))
                     answers.append(group.create_task(asked))
-                await until(lambda: served.admission.waiting.get("n") == 2)
+                await eventually(lambda: served.admission.waiting.get("n") == 2)
                 async with clock.going_on():
                     await asyncio.wait(answers)
 
@@ -353,7 +353,7 @@ async def test_models_that_the_pace_holds_back_take_turns(
 
 
 async def test_a_clients_class_goes_first(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """Whatever the others ask for."""
     gate = Gate()
@@ -364,7 +364,7 @@ async def test_a_clients_class_goes_first(
         balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
         asyncio.TaskGroup() as group,
     ):
-        crowd = Crowd(served, client, until, group)
+        crowd = Crowd(served, client, eventually, group)
         await crowd.send("first")
         await crowd.send("pushy", priority=-9)
         await crowd.send("vip", {"authorization": "Bearer vip"})

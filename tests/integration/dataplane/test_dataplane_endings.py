@@ -229,7 +229,7 @@ async def test_leaving_while_tokens_are_read(
 
 
 async def test_a_hundred_leave_and_nothing_is_left(
-    engine: Any, balancer: Any, instance: Any, raw_client: Any, until: Any
+    engine: Any, balancer: Any, instance: Any, raw_client: Any, eventually: Any
 ) -> None:
     """No phantom load, no connection, no task (F25)."""
 
@@ -247,7 +247,7 @@ async def test_a_hundred_leave_and_nothing_is_left(
         await fake.wait_for_connections(0)
 
         assert proxy.in_flight() == 0
-        await until(lambda: len(asyncio.all_tasks()) <= tasks_before + 2)
+        await eventually(lambda: len(asyncio.all_tasks()) <= tasks_before + 2)
 
 
 class BrokenPrompts:

@@ -68,7 +68,7 @@ def body() -> dict[str, Any]:
 
 
 async def test_the_decode_leg_waits_for_every_rank(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, until: Any
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
 ) -> None:
     """One before the prefill leg has answered, the other after it."""
     async with listening(wait_s=20) as (notices, push):
@@ -76,7 +76,7 @@ async def test_the_decode_leg_waits_for_every_rank(
         async def prefill(received: Any, wire: Any) -> None:
             name = received.json["kv_transfer_params"]["disagg_spec"]["req_id"]
             await push({"type": "ProxyNotif", "req_id": name})
-            await until(lambda: notices.heard == 1)
+            await eventually(lambda: notices.heard == 1)
             await prefill_ok(received, wire)
 
         async with (
@@ -86,7 +86,7 @@ async def test_the_decode_leg_waits_for_every_rank(
             asyncio.TaskGroup() as group,
         ):
             answer = group.create_task(client.post(served.url + COMPLETIONS, json=body()))
-            await until(lambda: served.in_flight() == 1 and len(p.received) == 1)
+            await eventually(lambda: served.in_flight() == 1 and len(p.received) == 1)
             before = len(d.received)
             name = p.received[0].json["kv_transfer_params"]["disagg_spec"]["req_id"]
             await push({"type": "ProxyNotif", "req_id": name})
@@ -129,12 +129,12 @@ async def test_a_shared_cache_has_nothing_to_wait_for(
     assert notices.missed == 0
 
 
-async def test_messages_of_no_use_are_counted(until: Any) -> None:
+async def test_messages_of_no_use_are_counted(eventually: Any) -> None:
     """By reason; the port goes on."""
     async with listening(wait_s=1) as (notices, push):
         for message in (b"\xc1", {"type": "AllocRequest"}, {"type": "ProxyNotif", "req_id": "x"}):
             await push(message)
-        await until(lambda: notices.heard == 3)
+        await eventually(lambda: notices.heard == 3)
 
     assert notices.refused == {"malformed": 1, "other_type": 1, "unexpected": 1}
 

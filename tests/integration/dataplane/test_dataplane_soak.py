@@ -81,7 +81,7 @@ def open_files() -> Counter[str]:
 
 @pytest.mark.timeout(300)
 async def test_nothing_is_left_of_broken_requests(
-    engine: Any, balancer: Any, instance: Any, raw_client: Any, until: Any
+    engine: Any, balancer: Any, instance: Any, raw_client: Any, eventually: Any
 ) -> None:
     """No task, no socket, no file, no load, no prediction that waits for its end (F41, F42, F51)."""
     random = Random(6)  # noqa: S311 - no secret
@@ -109,12 +109,12 @@ async def test_nothing_is_left_of_broken_requests(
                 for _ in range(AT_ONCE):
                     group.create_task(one_after_the_other())
             # A client that is gone before its request was begun leaves no record.
-            await until(lambda: proxy.dataplane.running == 0)
+            await eventually(lambda: proxy.dataplane.running == 0)
             for each in (p, d, m):
                 await each.wait_for_connections(0)
-            await until(lambda: len(asyncio.all_tasks()) == tasks_before)
+            await eventually(lambda: len(asyncio.all_tasks()) == tasks_before)
             gc.collect()
-            await until(lambda: open_files() == files_before)
+            await eventually(lambda: open_files() == files_before)
 
             errors = Counter(record.error for record in proxy.records)
             connections = p.connections + d.connections + m.connections

@@ -323,7 +323,7 @@ async def test_slow_client_holds_its_engine_back(
 
 
 async def test_slow_clients_cost_a_bounded_memory_each(
-    engine: Any, balancer: Any, instance: Any, raw_client: Any, until: Any
+    engine: Any, balancer: Any, instance: Any, raw_client: Any, eventually: Any
 ) -> None:
     """What waits for a client that doesn't read is a few hundred kilobytes, and its engine stands."""
 
@@ -338,7 +338,7 @@ async def test_slow_clients_cost_a_bounded_memory_each(
             await client.post(CHAT, chat())
         await fake.wait_for_requests(20)
         (pool,) = proxy.upstream._pools.values()
-        await until(lambda: len(pool.used) == 20 and all(each.is_paused for each in pool.used))
+        await eventually(lambda: len(pool.used) == 20 and all(each.is_paused for each in pool.used))
         waiting = [each._answer._buffered_bytes for each in pool.used]
 
     assert max(waiting) <= 256 * 1024 + 256 * 1024, "the limit, and what one read may bring"

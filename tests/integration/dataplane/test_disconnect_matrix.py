@@ -266,7 +266,7 @@ def predicted(stage: Stage) -> dict[str, int]:
 
 
 async def check_leaving(
-    stage: Stage, phase: Phase, until: Any, *, stream: bool, more: str = "nothing"
+    stage: Stage, phase: Phase, eventually: Any, *, stream: bool, more: str = "nothing"
 ) -> None:
     """Engines see it within a second, nothing stays counted, expected, open or running."""
     proxy = stage.proxy
@@ -290,7 +290,7 @@ async def check_leaving(
     (record,) = proxy.records
     assert all(each.is_set() for each in open_legs)
     await stage.answering.wait_for_connections(0)
-    await until(lambda: len(asyncio.all_tasks()) <= tasks_before + len(idle(stage)))
+    await eventually(lambda: len(asyncio.all_tasks()) <= tasks_before + len(idle(stage)))
 
     assert record.error == "ClientClosedRequest"
     assert [len(each.received) for each in stage.engines] == asked_before
@@ -309,25 +309,27 @@ async def send_more(stage: Stage, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("name", "stream", "fleet"), MATRIX)
-async def test_client_leaves(staged: Any, until: Any, name: str, stream: bool, fleet: str) -> None:
+async def test_client_leaves(
+    staged: Any, eventually: Any, name: str, stream: bool, fleet: str
+) -> None:
     """Engines see it within a second, nothing stays counted, expected, open or running."""
     async with staged(PHASES[name], fleet) as stage, asyncio.timeout(20):
-        await check_leaving(stage, PHASES[name], until, stream=stream)
+        await check_leaving(stage, PHASES[name], eventually, stream=stream)
 
 
 @pytest.mark.parametrize(("name", "stream", "fleet", "more"), BEFORE_THEIR_TURN)
 async def test_client_leaves_that_has_sent_more(
-    staged: Any, until: Any, name: str, stream: bool, fleet: str, more: str
+    staged: Any, eventually: Any, name: str, stream: bool, fleet: str, more: str
 ) -> None:
     """What waits behind a request, even more than is taken, doesn't hide that its client is gone."""
     async with staged(PHASES[name], fleet) as stage, asyncio.timeout(20):
-        await check_leaving(stage, PHASES[name], until, stream=stream, more=more)
+        await check_leaving(stage, PHASES[name], eventually, stream=stream, more=more)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
 @pytest.mark.parametrize("fleet", FLEETS)
 async def test_client_leaves_the_line(
-    staged: Any, raw_client: Any, until: Any, fleet: str, stream: bool
+    staged: Any, raw_client: Any, eventually: Any, fleet: str, stream: bool
 ) -> None:
     """Its place is free, no engine hears of it, and whom it waited for goes on."""
     one_each = Phase(options=lambda: {"routing": RoutingSettings(max_requests_per_rank=1)})
@@ -336,7 +338,7 @@ async def test_client_leaves_the_line(
         async with raw_client(stage.proxy) as second:
             first, stage.client = stage.client, second
             await stage.ask(stream=stream)
-            await until(lambda: sum(stage.proxy.admission.waiting.values()) == 1)
+            await eventually(lambda: sum(stage.proxy.admission.waiting.values()) == 1)
             asked_before = [len(each.received) for each in stage.engines]
             await send_more(stage, MORE["later"])
             second.leave()

@@ -269,7 +269,7 @@ async def test_what_comes_while_another_is_answered_waits(connected: Connect, po
 
 
 async def test_too_much_before_its_turn_is_not_kept(
-    connected: Connect, post: Post, until: Any
+    connected: Connect, post: Post, eventually: Any
 ) -> None:
     """The answer says that it is the last; what came behind its request was not begun."""
     go_on = asyncio.Event()
@@ -283,7 +283,7 @@ async def test_too_much_before_its_turn_is_not_kept(
         client.send(post(b""))
         await plane.begun()
         client.send(post(b"x" * MAX_HELD_BYTES)[: MAX_HELD_BYTES + 1])
-        await until(lambda: not plane.seen[0].keep_alive)
+        await eventually(lambda: not plane.seen[0].keep_alive)
         go_on.set()
 
         assert await client.read_rest() == (

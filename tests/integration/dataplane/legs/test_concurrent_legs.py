@@ -1,7 +1,8 @@
 """Two legs at once: each may end the other."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -36,12 +37,29 @@ class PushConnector(Connector):
         )
 
 
-CONCURRENT = {"push": PushConnector()}
+Pushing = Callable[..., AbstractAsyncContextManager[tuple[Any, Any, Any]]]
+
+
+@pytest.fixture
+def pushing(engine: Any, balancer: Any, pair: Any) -> Pushing:
+    """The prefill engine (the first of several), the decode engine, and a balancer before them."""
+
+    @asynccontextmanager
+    async def run(decode: Any, *prefills: Any) -> AsyncIterator[tuple[Any, Any, Any]]:
+        async with AsyncExitStack() as stack:
+            sources = [await stack.enter_async_context(engine(each)) for each in prefills]
+            target = await stack.enter_async_context(engine(decode))
+            fleet = pair(sources, target, "push")
+            connectors = {"push": PushConnector()}
+            proxy = await stack.enter_async_context(balancer(*fleet, connectors=connectors))
+            yield sources[0], target, proxy
+
+    return run
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_concurrent_legs_run_at_once(
-    engine: Any, balancer: Any, pair: Any, stream: bool, ask: Ask, says: Any
+    pushing: Pushing, stream: bool, ask: Ask, says: Any
 ) -> None:
     """Each engine answers only after the other has its request."""
     met = asyncio.Barrier(2)
@@ -54,11 +72,7 @@ async def test_concurrent_legs_run_at_once(
         await met.wait()
         await says.answer_ok(received, wire)
 
-    async with (
-        engine(prefill) as p,
-        engine(decode) as d,
-        balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy,
-    ):
+    async with pushing(decode, prefill) as (p, d, proxy):
         answer = await ask(proxy, stream=stream)
         (record,) = await proxy.wait_for_records(1)
 
@@ -71,7 +85,7 @@ async def test_concurrent_legs_run_at_once(
 
 
 async def test_concurrent_prefill_failure_cancels_decode_and_tries_another(
-    engine: Any, balancer: Any, pair: Any, ask: Ask, says: Any
+    pushing: Pushing, ask: Ask, says: Any
 ) -> None:
     """A decode engine left alone would wait for minutes."""
     decodes = 0
@@ -91,12 +105,7 @@ async def test_concurrent_prefill_failure_cancels_decode_and_tries_another(
         await says.refuse(500)(received, wire)
 
     started = asyncio.Event()
-    async with (
-        engine(bad_prefill) as bad,
-        engine(says.prefill_ok) as good,
-        engine(decode) as d,
-        balancer(*pair([bad, good], d, "push"), connectors=CONCURRENT) as proxy,
-    ):
+    async with pushing(decode, bad_prefill, says.prefill_ok) as (bad, d, proxy):
         for number in range(2):
             answer = await ask(proxy, number, stream=True)
             assert answer.headers["x-kvlb-prefill"] == "p1"
@@ -108,7 +117,7 @@ async def test_concurrent_prefill_failure_cancels_decode_and_tries_another(
 
 
 async def test_concurrent_decode_refusal_cancels_prefill(
-    engine: Any, balancer: Any, pair: Any, ask: Ask, says: Any
+    pushing: Pushing, ask: Ask, says: Any
 ) -> None:
     """The prefill engine sees its connection close; the client sees decode's answer."""
 
@@ -116,11 +125,7 @@ async def test_concurrent_decode_refusal_cancels_prefill(
         await p.wait_for_requests(1)
         await says.refuse(400)(received, wire)
 
-    async with (
-        engine(says.stay_silent) as p,
-        engine(decode) as d,
-        balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy,
-    ):
+    async with pushing(decode, says.stay_silent) as (p, _, proxy):
         answer = await ask(proxy)
         await p.wait_for_connections(0)
         (record,) = await proxy.wait_for_records(1)
@@ -134,7 +139,7 @@ async def test_concurrent_decode_refusal_cancels_prefill(
 
 
 async def test_concurrent_answer_waits_for_its_prefill(
-    engine: Any, balancer: Any, pair: Any, ask: Ask, says: Any
+    pushing: Pushing, ask: Ask, says: Any
 ) -> None:
     """Decode's early 200 is no answer yet: a prefill that fails later still gets its status."""
 
@@ -142,11 +147,7 @@ async def test_concurrent_answer_waits_for_its_prefill(
         await d.wait_for_requests(1)
         await says.refuse(400)(received, wire)
 
-    async with (
-        engine(bad_prefill) as p,
-        engine(says.answer_ok) as d,
-        balancer(*pair(p, d, "push"), connectors=CONCURRENT) as proxy,
-    ):
+    async with pushing(says.answer_ok, bad_prefill) as (_, d, proxy):
         answer = await ask(proxy, stream=True)
 
     assert answer.status_code == 400

@@ -1,39 +1,24 @@
 """A replica that lagged is promoted: what Redis then has is older than what was written."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from indexer.config import InstanceSource
-from indexer.core.hashing import Namespace
-from indexer.core.index import Prompt
 from indexer.core.types import InstanceId, RankId
 from indexer.redis_index.connection import RedisConnection
 from indexer.redis_index.reader import RedisIndexReader
 from indexer.redis_index.redis_index import RedisIndex
+from indexer.service import IndexerService
 
-BLOCK_SIZE = 4
 R0 = RankId(InstanceId("http://e0:8000"), 0)
-PROMPT = Prompt(Namespace(model="tiny"), range(100 * BLOCK_SIZE))
-
-
-def stored(number: int) -> dict[str, Any]:
-    """Block `number` of the prompt, counted from one."""
-    return {
-        "type": "BlockStored",
-        "block_hashes": [number],
-        "parent_block_hash": number - 1 or None,
-        "token_ids": list(range((number - 1) * BLOCK_SIZE, number * BLOCK_SIZE)),
-        "block_size": BLOCK_SIZE,
-    }
-
-
-def removed(*numbers: int) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": list(numbers), "medium": "GPU"}
+Store = Callable[[int], dict[str, Any]]
+Remove = Callable[..., dict[str, Any]]
+Held = Callable[[Any], Awaitable[int | None]]
+Lagging = Callable[[], AbstractAsyncContextManager[tuple[Any, IndexerService]]]
 
 
 class Gate:
@@ -140,49 +125,64 @@ async def pair(own_redis: Callable[..., Any], reserved: Any) -> AsyncIterator[Pa
 
 
 @pytest.fixture
-def source() -> Callable[[Any], InstanceSource]:
-    """The one engine, as it is configured."""
-    return lambda engine: InstanceSource(
-        url=R0.instance, events=engine.events, replay=engine.replay, model="tiny", ranks=1
-    )
+def block(stored: Callable[..., dict[str, Any]]) -> Store:
+    """Block `number` of the prompt, counted from one."""
+    return lambda number: stored(number, parent=number - 1 or None, first=number - 1)
 
 
-async def becomes(reader: RedisIndexReader, blocks: int) -> None:
+@pytest.fixture
+def lagging(publishing: Any, indexing: Any, source: Any, pair: Pair, block: Store) -> Lagging:
+    """Run an engine and its indexer; after five blocks the replica hears of nothing more."""
+
+    @asynccontextmanager
+    async def run() -> AsyncIterator[tuple[Any, IndexerService]]:
+        async with (
+            publishing() as engine,
+            indexing(source(engine), index=pair.index) as (service, _),
+        ):
+            await engine.subscribed()
+            for number in range(1, 6):
+                engine.publish(block(number))
+            await service.caught_up(R0, 4)
+            await pair.cut_replication()
+            yield engine, service
+
+    return run
+
+
+@pytest.fixture
+def becomes(held: Held) -> Callable[[RedisIndexReader, int], Awaitable[None]]:
     """Wait, with a deadline. No lookup fails, and none says anything but old, new or nothing."""
-    async with asyncio.timeout(20):
-        seen = None
-        while seen != blocks:
-            seen = await held(reader)
-            assert seen in {None, 2, 5}
-            await asyncio.sleep(0.01)
 
+    async def wait(reader: RedisIndexReader, blocks: int) -> None:
+        async with asyncio.timeout(20):
+            seen = None
+            while seen != blocks:
+                seen = await held(reader)
+                assert seen in {None, 2, 5}
+                await asyncio.sleep(0.01)
 
-async def held(reader: RedisIndexReader) -> int | None:
-    """Blocks that the rank is credited with; None: it isn't there."""
-    match = (await reader.match(PROMPT)).get(R0)
-    return match.tokens // BLOCK_SIZE if match else None
+    return wait
 
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["with-events", "idle"])
 async def test_removals_that_a_promoted_replica_missed_are_made_good(
-    publishing: Any, indexing: Any, source: Any, pair: Pair, is_idle: bool
+    lagging: Lagging,
+    pair: Pair,
+    block: Store,
+    removed: Remove,
+    held: Held,
+    becomes: Any,
+    is_idle: bool,
 ) -> None:
     """By the next heartbeat, or the next batch; one removal takes one block afterwards."""
-    async with (
-        publishing() as engine,
-        indexing(source(engine), index=pair.index) as (service, _),
-    ):
-        await engine.subscribed()
-        for number in range(1, 6):
-            engine.publish(stored(number))
-        await service.caught_up(R0, 4)
-        await pair.cut_replication()
+    async with lagging() as (engine, service):
         engine.publish(removed(5, 4))
         await service.caught_up(R0, engine.publish(removed(3)))
         assert (await held(pair.reader), await held(pair.lagging)) == (2, 5)
         pair.fail_over()
         if not is_idle:
-            engine.publish(stored(3))
+            engine.publish(block(3))
             engine.publish(removed(3))
         await becomes(pair.reader, 2)
         # Readers see what is written before the answer to it is here.
@@ -195,21 +195,13 @@ async def test_removals_that_a_promoted_replica_missed_are_made_good(
 
 
 async def test_life_that_a_promoted_replica_missed_begins_there(
-    publishing: Any, indexing: Any, source: Any, pair: Pair
+    lagging: Lagging, pair: Pair, block: Store, held: Held, becomes: Any
 ) -> None:
     """The engine was restarted while the replica lagged: its old blocks stop counting again."""
-    async with (
-        publishing() as engine,
-        indexing(source(engine), index=pair.index) as (service, _),
-    ):
-        await engine.subscribed()
-        for number in range(1, 6):
-            engine.publish(stored(number))
-        await service.caught_up(R0, 4)
-        await pair.cut_replication()
+    async with lagging() as (engine, service):
         await engine.restart()
         await engine.subscribed()
-        engine.publish(stored(1), stored(2))
+        engine.publish(block(1), block(2))
         status = await service.until(R0, lambda now: now.counts.batches == 6)
         assert (await held(pair.reader), await held(pair.lagging)) == (2, 5)
         pair.fail_over()
