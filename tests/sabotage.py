@@ -2,11 +2,16 @@
 
 `tests/faults.toml` is the table: each fault with its test and a one-line sabotage.
 
-    python tests/sabotage.py            every fault, in a copy of the tree; a few minutes
+    python tests/sabotage.py            every fault; a quarter of an hour on two cores
     python tests/sabotage.py F02 late   those whose names contain one of these
+    python tests/sabotage.py --jobs 1   one after the other; otherwise as many at once as there are cores
     python tests/sabotage.py --page     the table as docs/faults.md
+
+Each job has a copy of the tree and a folder for temporary files. Most of a row is pytest starting, or
+waiting in vain. Verdicts come in the table's order, whichever job is done first.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -14,8 +19,11 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import cache_from_source
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +31,7 @@ TABLE = ROOT / "tests/faults.toml"
 FAILED = 1
 """What pytest exits with if tests ran and failed, not if it could not run them."""
 LONGEST_S = 180
+NOTICED = "noticed"
 
 INTRODUCTION = """\
 # Faults
@@ -30,8 +39,8 @@ INTRODUCTION = """\
 Every way in which a cache index, or a proxy of streams, is known to go wrong, what kvlb does about it, and the test that plays it. Names like
 F01 are those used in tests and commits. Tests marked *both* run on the index in memory and on a real Redis; the others need one of them, or none.
 
-*Sabotage* is one line of the code and what to make of it; the test then fails. `make sabotage` does so with each of them, in a copy of
-the tree; `python tests/sabotage.py F03 gap` with those whose names hold one of these words. This page is written by `make docs` from `tests/faults.toml`.
+*Sabotage* is one line of the code and what to make of it; the test then fails. `make sabotage` does so with each of them, in copies of
+the tree, as many at once as there are cores; `python tests/sabotage.py F03 gap` with those whose names hold one of these words. This page is written by `make docs` from `tests/faults.toml`.
 
 Where a simulated engine can spoil its own stream, the switch is in `simulator/core/event_faults.py`; a running one takes it by
 `POST /simulator/faults`, for example `{"drop_every": 3, "replay": "silent"}`.
@@ -113,7 +122,9 @@ def start_tests(
 ) -> tuple[int, str]:
     """Exit code and output of pytest in the copy. What is broken often shows as waiting in vain."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command += ["--basetemp", str(folder.parent / "temporary")]
+    # Compiling everything anew would be more than half of what a row costs.
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
     try:
         ended = subprocess.run(
             [*command, "--timeout", str(patience_s), *tests],
@@ -147,43 +158,86 @@ def sabotage(folder: Path, fault: Fault) -> bool:
     """Whether the fault's test fails once its line is broken."""
     path = folder / fault["file"]
     whole = path.read_text()
-    path.write_text(whole.replace(fault["text"], fault["becomes"]))
+    _write(path, whole.replace(fault["text"], fault["becomes"]))
     try:
         return run_test(folder, _node_id(fault), 10) == FAILED
     finally:
-        path.write_text(whole)
+        _write(path, whole)
 
 
-def main(arguments: Sequence[str]) -> int:
+def _write(path: Path, text: str) -> None:
+    """Without what was compiled before: it is told apart by seconds and size only."""
+    path.write_text(text)
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def judge(folder: Path, fault: Fault, *, passes: bool) -> str:
+    """What came of breaking its line; `passes` if its test is known to pass otherwise."""
+    if not passes and run_test(folder, _node_id(fault), 60) != 0:
+        return "fails without any sabotage"
+    return NOTICED if sabotage(folder, fault) else "NOT NOTICED"
+
+
+def judge_all(faults: Sequence[Fault], folders: Sequence[Path]) -> Iterator[tuple[str, float]]:
+    """Verdict and seconds of each fault, in order; as many at once as there are copies of the tree."""
+    free: SimpleQueue[Path] = SimpleQueue()
+    for folder in folders:
+        free.put(folder)
+
+    def judge_next(fault: Fault) -> tuple[str, float]:
+        folder = free.get()
+        started_s = time.monotonic()
+        try:
+            verdict = judge(folder, fault, passes=_node_id(fault) in passing)
+        finally:
+            free.put(folder)
+        return verdict, time.monotonic() - started_s
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        shares = [faults[first :: len(folders)] for first in range(len(folders))]
+        passing = set[str]().union(*pool.map(find_passing, folders, shares))
+        _tell(f"{len(passing)} tests pass while nothing is broken")
+        yield from pool.map(judge_next, faults)
+
+
+def main() -> int:
     faults = load_faults()
-    if arguments == ["--page"]:
+    parser = _options()
+    options = parser.parse_args()
+    if options.page:
         sys.stdout.write(render_page(faults))
         return 0
-    wanted = [
-        each
-        for each in faults
-        if not arguments or any(word.lower() in each["name"].lower() for word in arguments)
-    ]
+    words = [word.lower() for word in options.words] or [""]
+    wanted = [each for each in faults if any(word in each["name"].lower() for word in words)]
+    if not wanted:
+        parser.error("no fault has such a name")
     unnoticed = 0
     with tempfile.TemporaryDirectory(prefix="kvlb-sabotage-") as name:
-        folder = Path(name)
-        copy_tree(folder)
-        passing = find_passing(folder, wanted)
-        sys.stdout.write(f"{len(passing)} tests pass while nothing is broken\n")
-        sys.stdout.flush()
-        for number, fault in enumerate(wanted, 1):
-            started_s = time.monotonic()
-            verdict = "fails without any sabotage"
-            test = _node_id(fault)
-            if test in passing or run_test(folder, test, 60) == 0:
-                verdict = "noticed" if sabotage(folder, fault) else "NOT NOTICED"
-            unnoticed += verdict != "noticed"
-            line = f"{number:3}/{len(wanted)}  {time.monotonic() - started_s:5.1f} s  {verdict:12}"
-            sys.stdout.write(f"{line}  {fault['name']}\n")
-            sys.stdout.flush()
-    sys.stdout.write(f"{len(wanted) - unnoticed} of {len(wanted)} noticed\n")
+        jobs = range(max(1, min(options.jobs, len(wanted))))
+        folders = [Path(name, str(job), "tree") for job in jobs]
+        for folder in folders:
+            copy_tree(folder)
+        for number, (verdict, took_s) in enumerate(judge_all(wanted, folders), 1):
+            unnoticed += verdict != NOTICED
+            fault = wanted[number - 1]["name"]
+            _tell(f"{number:3}/{len(wanted)}  {took_s:5.1f} s  {verdict:12}  {fault}")
+    _tell(f"{len(wanted) - unnoticed} of {len(wanted)} noticed")
     return 1 if unnoticed else 0
 
 
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Break a line per fault; its test is to notice.")
+    parser.add_argument("words", nargs="*", help="only faults whose names contain one of these")
+    parser.add_argument("--page", action="store_true", help="write the table as docs/faults.md")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=int, default=cores, help="how many at once (%(default)s)")
+    return parser
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
