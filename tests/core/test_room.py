@@ -68,6 +68,12 @@ def test_a_few_requests_are_no_overload() -> None:
     assert not room(queued(100_000, requests=4))
 
 
+def test_a_few_requests_may_take_all_memory() -> None:
+    """Whoever comes then waits in the engine, behind answers, however few they are."""
+    assert room(busy(requests=3, active_blocks=56))
+    assert not room(busy(requests=3, active_blocks=57))
+
+
 def test_a_prefill_rank_may_do_nothing_else() -> None:
     """It has no answers to slow down."""
     assert room(busy(work_share=0.99), decodes=False)

@@ -2,8 +2,9 @@
 
 A rank is full when a new prompt would wait for longer than promised, when prompts take so much of its
 time that those it decodes for are slowed more than promised, or when its KV memory is nearly taken: an
-engine without memory queues although it has no prompts to compute. A rank with few requests is never
-full, and no figure but the number of requests counts before rates are learned.
+engine without memory queues although it has no prompts to compute. A rank with few requests is full for
+the last reason only: a few long prompts soon take all of a small memory. No figure but the number of
+requests counts before rates are learned.
 
 What prompts take of its time is a sum of expectations. Where a rank computes whatever comes as fast as it
 comes, that sum says that it is busy all the time, so it counts only where answers are slowed indeed.
@@ -43,13 +44,15 @@ def has_room(rank: RankState, limits: RankLimits) -> bool:
     load, settings = rank.load, limits.settings
     if limits.max_requests is not None and load.requests >= limits.max_requests:
         return False
-    if settings is None or load.requests < settings.least_requests:
+    if settings is None:
+        return True
+    if _memory_is_taken(rank, settings):
+        return False
+    if load.requests < settings.least_requests:
         return True
     if queued_s(load) >= settings.promise_s:
         return False
-    if rank.decodes and _stalls_answers(load, settings):
-        return False
-    return not _memory_is_taken(rank, settings)
+    return not (rank.decodes and _stalls_answers(load, settings))
 
 
 def _stalls_answers(load: RankLoad, settings: AdmissionSettings) -> bool:

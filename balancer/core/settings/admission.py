@@ -38,7 +38,7 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Share of a rank's KV memory that prompts and answers in flight may fill, where its size is
     known. 1: any."""
     least_requests: PositiveInt = 8
-    """A rank with fewer legs in flight has room whatever they are: a few long prompts are no
+    """A rank with fewer legs in flight has room, if its KV memory has: a few long prompts are no
     overload."""
     requests_per_s: NonNegativeFloat = 0.0
     """Most requests that each process lets in per second, over all models; the others wait in line.
