@@ -1,13 +1,14 @@
 """Requests that no rank has room for: they wait in line, are let in by turn, or are refused."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import httpx
+import pytest
 
 from balancer.core.fleet.snapshot import Fleet
 from balancer.core.settings.admission import AdmissionSettings, ClientClass
@@ -59,21 +60,26 @@ def body(user: str, **fields: Any) -> dict[str, Any]:
 
 @dataclass
 class Crowd:
-    """Requests sent one after the other, each before the next, to one engine with one place."""
+    """Those who want answers of one engine, behind a balancer."""
 
+    engine: Any
     served: Any
     client: httpx.AsyncClient
     eventually: Any
     group: asyncio.TaskGroup
     sent: int = 0
 
+    async def ask(
+        self, user: str, headers: dict[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
+        url = self.served.url + COMPLETIONS
+        return await self.client.post(url, json=body(user, **fields), headers=headers)
+
     async def send(
         self, user: str, headers: dict[str, str] | None = None, **fields: Any
     ) -> "asyncio.Task[httpx.Response]":
-        url = self.served.url + COMPLETIONS
-        answer = self.group.create_task(
-            self.client.post(url, json=body(user, **fields), headers=headers)
-        )
+        """Where one is answered at a time: ask, and be in line before the next one asks."""
+        answer = self.group.create_task(self.ask(user, headers, **fields))
         self.sent += 1
         await self.eventually(lambda: self.served.dataplane.running == self.sent)
         await self.eventually(lambda: self.waiting == self.sent - 1)
@@ -84,43 +90,50 @@ class Crowd:
         return sum(self.served.admission.waiting.values())
 
 
-async def test_a_request_waits_for_room_and_is_served(
+Crowded = Callable[..., AbstractAsyncContextManager[Crowd]]
+
+
+@pytest.fixture
+def crowded(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+) -> Crowded:
+    """Run an engine with this script, and a balancer with these options before it."""
+
+    @asynccontextmanager
+    async def run(gate: Gate, **options: Any) -> AsyncIterator[Crowd]:
+        async with (
+            engine(gate) as running,
+            balancer(instance(running), **options) as served,
+            asyncio.TaskGroup() as group,
+        ):
+            yield Crowd(running, served, client, eventually, group)
+
+    return run
+
+
+async def test_a_request_waits_for_room_and_is_served(crowded: Crowded) -> None:
     """The engine has one at a time; nobody is told 503."""
     gate = Gate()
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), routing=ONE_EACH) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
+    async with crowded(gate, routing=ONE_EACH) as crowd:
         answers = [await crowd.send(name) for name in "ab"]
-        await running.wait_for_requests(1)
+        await crowd.engine.wait_for_requests(1)
         seen = list(gate.asked)
         gate.permits.release()
-        await running.wait_for_requests(2)
+        await crowd.engine.wait_for_requests(2)
         gate.permits.release()
 
     assert seen == ["a"]
     assert [each.result().status_code for each in answers] == [200, 200]
-    assert served.waits == ["admitted"]
-    assert served.admission.waiting == {}
-    waited = {record.waited_s is not None for record in served.records}
+    assert crowd.served.waits == ["admitted"]
+    assert crowd.served.admission.waiting == {}
+    waited = {record.waited_s is not None for record in crowd.served.records}
     assert waited == {True, False}
 
 
-async def test_the_urgent_and_the_modest_go_first(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+async def test_the_urgent_and_the_modest_go_first(crowded: Crowded) -> None:
     """By priority, in the body or the header; within one, clients get equal shares."""
     gate = Gate()
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), routing=ONE_EACH) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
+    async with crowded(gate, routing=ONE_EACH) as crowd:
         busy, modest = ({"authorization": f"Bearer {name}"} for name in ("busy", "modest"))
         for name in ("first", "busy1", "busy2", "busy3"):
             await crowd.send(name, busy)
@@ -137,20 +150,13 @@ async def test_the_urgent_and_the_modest_go_first(
     assert len(gate.asked) == 8
 
 
-async def test_who_waits_too_long_gets_503(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+async def test_who_waits_too_long_gets_503(crowded: Crowded) -> None:
     """In OpenAI's form, with the code of a full fleet and when to come back. No engine hears of it."""
     gate = Gate()
     admission = AdmissionSettings(promise_s=0, max_wait_s=0.05)
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
+    async with crowded(gate, routing=ONE_EACH, admission=admission) as crowd:
         first = await crowd.send("a")
-        refused = await client.post(served.url + COMPLETIONS, json=body("b"))
+        refused = await crowd.ask("b")
         gate.permits.release()
 
     assert first.result().status_code == 200
@@ -158,76 +164,53 @@ async def test_who_waits_too_long_gets_503(
     assert refused.json()["error"]["code"] == "overloaded"
     assert int(refused.headers["retry-after"]) >= 1
     assert gate.asked == ["a"]
-    assert served.waits == ["refused"]
+    assert crowd.served.waits == ["refused"]
 
 
-async def test_a_full_line_is_told_at_once(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+async def test_a_full_line_is_told_at_once(crowded: Crowded) -> None:
     """`max_waiting: 0` is how it was before there was a line."""
     gate = Gate()
     admission = AdmissionSettings(promise_s=0, max_waiting=0)
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        await Crowd(served, client, eventually, group).send("a")
-        refused = await client.post(served.url + COMPLETIONS, json=body("b"))
+    async with crowded(gate, routing=ONE_EACH, admission=admission) as crowd:
+        await crowd.send("a")
+        refused = await crowd.ask("b")
         gate.permits.release()
 
     assert refused.status_code == 503
-    assert served.admission.waiting == {}
+    assert crowd.served.admission.waiting == {}
 
 
-async def test_a_client_that_leaves_gives_up_its_place(
-    engine: Any,
-    balancer: Any,
-    instance: Any,
-    client: httpx.AsyncClient,
-    raw_client: Any,
-    eventually: Any,
-) -> None:
+async def test_a_client_that_leaves_gives_up_its_place(crowded: Crowded, raw_client: Any) -> None:
     """Within moments, and the one behind it goes on."""
     gate = Gate()
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), routing=ONE_EACH) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
+    async with crowded(gate, routing=ONE_EACH) as crowd:
         await crowd.send("a")
-        async with raw_client(served) as impatient:
+        async with raw_client(crowd.served) as impatient:
             await impatient.post(COMPLETIONS, body("impatient"))
-            await eventually(lambda: crowd.waiting == 1)
+            await crowd.eventually(lambda: crowd.waiting == 1)
             crowd.sent += 1
             last = await crowd.send("b")
             impatient.leave()
-            await eventually(lambda: crowd.waiting == 1)
+            await crowd.eventually(lambda: crowd.waiting == 1)
         gate.permits.release()
         gate.permits.release()
 
     assert last.result().status_code == 200
     assert gate.asked == ["a", "b"]
-    assert sorted(served.waits) == ["admitted", "left"]
-    assert served.in_flight() == 0
+    assert sorted(crowd.served.waits) == ["admitted", "left"]
+    assert crowd.served.in_flight() == 0
 
 
 async def test_who_waited_is_decided_by_the_fleet_of_then(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
+    crowded: Crowded, engine: Any, instance: Any
 ) -> None:
     """An engine that was added meanwhile gets it at once."""
     full, fresh = Gate(), Gate()
-    async with (
-        engine(full) as running,
-        engine(fresh) as added,
-        balancer(instance(running), routing=ONE_EACH) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
+    async with engine(fresh) as added, crowded(full, routing=ONE_EACH) as crowd:
         await crowd.send("a")
         answer = await crowd.send("b")
-        served.fleet = Fleet(instances=(*served.fleet.instances, instance(added, "e1")))
+        earlier = crowd.served.fleet.instances
+        crowd.served.fleet = Fleet(instances=(*earlier, instance(added, "e1")))
         fresh.permits.release()
         assert (await answer).status_code == 200
         full.permits.release()
@@ -235,51 +218,35 @@ async def test_who_waited_is_decided_by_the_fleet_of_then(
     assert fresh.asked == ["b"]
 
 
-async def test_a_fleet_that_dies_lets_nobody_wait(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+async def test_a_fleet_that_dies_lets_nobody_wait(crowded: Crowded) -> None:
     """Nobody is left who could have room: that is told at once, and as what it is."""
     gate = Gate()
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), routing=ONE_EACH) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
+    async with crowded(gate, routing=ONE_EACH) as crowd:
         await crowd.send("a")
         answer = await crowd.send("b")
-        served.fleet = Fleet(
-            instances=tuple(replace(each, healthy=False) for each in served.fleet.instances)
+        crowd.served.fleet = Fleet(
+            instances=tuple(replace(each, healthy=False) for each in crowd.served.fleet.instances)
         )
         refused = await answer
         gate.permits.release()
 
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "no_instance"
-    assert served.waits == ["left"]
+    assert crowd.served.waits == ["left"]
 
 
-async def test_what_comes_too_fast_waits(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+async def test_what_comes_too_fast_waits(crowded: Crowded) -> None:
     """All are served in the end, however many came at once."""
     clock, gate = Clock(), Gate(permits=asyncio.Semaphore(20))
     admission = AdmissionSettings(promise_s=0, requests_per_s=50)
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), admission=admission, clock=clock) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        answers = [
-            group.create_task(client.post(served.url + COMPLETIONS, json=body(str(number))))
-            for number in range(20)
-        ]
-        await eventually(lambda: sum(served.admission.waiting.values()) == 15)
+    async with crowded(gate, admission=admission, clock=clock) as crowd:
+        answers = [crowd.group.create_task(crowd.ask(str(number))) for number in range(20)]
+        await crowd.eventually(lambda: sum(crowd.served.admission.waiting.values()) == 15)
         async with clock.going_on():
             await asyncio.wait(answers)
 
     assert {each.result().status_code for each in answers} == {200}
-    assert served.waits == ["admitted"] * 15
+    assert crowd.served.waits == ["admitted"] * 15
 
 
 async def test_line_that_only_the_pace_holds_is_served_to_its_end(
@@ -297,23 +264,15 @@ async def test_line_that_only_the_pace_holds_is_served_to_its_end(
     assert set(served.waits) == {"admitted"}
 
 
-async def test_line_that_is_full_by_the_pace_says_when_to_come_back(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+async def test_line_that_is_full_by_the_pace_says_when_to_come_back(crowded: Crowded) -> None:
     """By the pace and the line, and what to change, as `--rate-limit` and `--queue-size` had it."""
     gate = Gate(permits=asyncio.Semaphore(1))
     admission = AdmissionSettings(requests_per_s=0.1, max_waiting=2)
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), admission=admission) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
-        url = served.url + COMPLETIONS
-        first = await client.post(url, json=body("a"))
-        waiting = [group.create_task(client.post(url, json=body(name))) for name in "bc"]
-        await eventually(lambda: crowd.waiting == 2)
-        refused = await client.post(url, json=body("d"))
+    async with crowded(gate, admission=admission) as crowd:
+        first = await crowd.ask("a")
+        waiting = [crowd.group.create_task(crowd.ask(name)) for name in "bc"]
+        await crowd.eventually(lambda: crowd.waiting == 2)
+        refused = await crowd.ask("d")
         for each in waiting:
             each.cancel()
 
@@ -352,19 +311,12 @@ async def test_models_that_the_pace_holds_back_take_turns(
     assert models[began : began + 4].count("n") == 2
 
 
-async def test_a_clients_class_goes_first(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, eventually: Any
-) -> None:
+async def test_a_clients_class_goes_first(crowded: Crowded) -> None:
     """Whatever the others ask for."""
     gate = Gate()
     vip = ClientClass(keys_sha256=(sha256(b"vip").hexdigest(),), priority=-1)
     admission = AdmissionSettings(promise_s=0, classes={"vip": vip})
-    async with (
-        engine(gate) as running,
-        balancer(instance(running), routing=ONE_EACH, admission=admission) as served,
-        asyncio.TaskGroup() as group,
-    ):
-        crowd = Crowd(served, client, eventually, group)
+    async with crowded(gate, routing=ONE_EACH, admission=admission) as crowd:
         await crowd.send("first")
         await crowd.send("pushy", priority=-9)
         await crowd.send("vip", {"authorization": "Bearer vip"})
