@@ -174,6 +174,15 @@ class Tree:
         self.ends[number] = worker
         return worker
 
+    async def views(self, number: int, **counted: float) -> Views:
+        """What a worker of this number shows of itself and the others."""
+        pipe = await self.worker(number)
+        seat = Seat(number, socket.socket(), pipe)
+        seat.listener.close()
+        views = shown(PipeSiblings(pipe), **counted)
+        seat.attach(views)
+        return views
+
     async def _serve(self, number: int, parent: Pipe) -> None:
         await parent.run()
         self.hub.leave(number)
@@ -226,15 +235,9 @@ def values(exposition: bytes) -> dict[str, float]:
 async def test_any_worker_shows_all_figures_and_decisions() -> None:
     """Living and ended ones, and the parent's."""
     async with a_tree() as tree:
-        views = []
-        for number in range(3):
-            pipe = await tree.worker(number)
-            seat = Seat(number, socket.socket(), pipe)
-            seat.listener.close()
-            each = shown(PipeSiblings(pipe), legs=number + 1)
+        views = [await tree.views(number, legs=number + 1) for number in range(3)]
+        for number, each in enumerate(views):
             each._decisions.add(record(number))
-            seat.attach(each)
-            views.append(each)
         tree.restarts.inc()
         at_first = values(await views[0].exposition())
         recent = [each["request_id"] for each in await views[1].recent(2)]
@@ -252,13 +255,7 @@ async def test_any_worker_shows_all_figures_and_decisions() -> None:
 async def test_a_stuck_worker_is_shown_as_read_last() -> None:
     """A scrape doesn't wait for it."""
     async with a_tree() as tree:
-        views = []
-        for number in range(2):
-            pipe = await tree.worker(number)
-            seat = Seat(number, socket.socket(), pipe)
-            seat.listener.close()
-            views.append(shown(PipeSiblings(pipe), legs=1))
-            seat.attach(views[-1])
+        views = [await tree.views(number, legs=1) for number in range(2)]
         before = values(await views[0].exposition())
         never = asyncio.Event()
 
@@ -275,13 +272,7 @@ async def test_a_stuck_worker_is_shown_as_read_last() -> None:
 async def test_a_collectors_bug_costs_only_its_own_figures() -> None:
     """The others are shown, and no process ends."""
     async with a_tree() as tree:
-        views = []
-        for number in range(2):
-            pipe = await tree.worker(number)
-            seat = Seat(number, socket.socket(), pipe)
-            seat.listener.close()
-            views.append(shown(PipeSiblings(pipe), legs=1))
-            seat.attach(views[-1])
+        views = [await tree.views(number, legs=1) for number in range(2)]
 
         async def broken(_what: str, _limit: int) -> bytes:
             raise RuntimeError

@@ -1,34 +1,46 @@
 """Instances that are drained or removed over a real server, and what becomes of requests."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
 
 Post = Callable[..., Awaitable[Any]]
 UntilGone = Callable[[Any, str], Awaitable[None]]
+Busy = Callable[[], AbstractAsyncContextManager[tuple[Any, "asyncio.Task[Any]"]]]
 
 IDS = {"model": "tiny", "prompt": [1, 2, 3]}
 KEY = {"x-api-key": "k"}
 ADMIN = {"admin": {"api_key": "k"}}
 
 
-async def test_drained_instance_gets_nothing_new(
-    engine: Any, balancer_factory: Any, post: Post
-) -> None:
-    """What runs ends well; undrained it is back, and a reload doesn't change any of that."""
-    engine.hold = asyncio.Event()
-    config = {"instances": [{"url": engine.url}], **ADMIN}
-    async with balancer_factory(config) as balancer:
-        await balancer.available()
-        async with asyncio.TaskGroup() as group:
+@pytest.fixture
+def busy(engine: Any, balancer_factory: Any) -> Busy:
+    """Run a balancer before the engine, which has a request and holds its answer back."""
+
+    @asynccontextmanager
+    async def run() -> AsyncIterator[tuple[Any, "asyncio.Task[Any]"]]:
+        engine.hold = asyncio.Event()
+        config = {"instances": [{"url": engine.url}], **ADMIN}
+        async with balancer_factory(config) as balancer, asyncio.TaskGroup() as group:
+            await balancer.available()
             running = group.create_task(balancer.http.post("/v1/completions", json=IDS))
             await engine.wait_for_calls("/v1/completions", 1)
-            drained = await post(balancer, "/instances/drain", {"alias": "m0"})
-            refused = await balancer.http.post("/v1/completions", json=IDS)
-            ready = await balancer.http.get("/ready")
-            engine.hold.set()
+            yield balancer, running
+
+    return run
+
+
+async def test_drained_instance_gets_nothing_new(engine: Any, busy: Busy, post: Post) -> None:
+    """What runs ends well; undrained it is back, and a reload doesn't change any of that."""
+    async with busy() as (balancer, running):
+        drained = await post(balancer, "/instances/drain", {"alias": "m0"})
+        refused = await balancer.http.post("/v1/completions", json=IDS)
+        ready = await balancer.http.get("/ready")
+        engine.hold.set()
+        await running
         await post(balancer, "/instances/undrain", {"url": engine.url})
         served = await balancer.http.post("/v1/completions", json=IDS)
 
@@ -41,20 +53,15 @@ async def test_drained_instance_gets_nothing_new(
 
 
 async def test_removed_instance_finishes_first(
-    engine: Any, balancer_factory: Any, post: Post, until_gone: UntilGone
+    engine: Any, busy: Busy, post: Post, until_gone: UntilGone
 ) -> None:
     """202 while something runs on it; then it is out of every list."""
-    engine.hold = asyncio.Event()
-    config = {"instances": [{"url": engine.url}], **ADMIN}
-    async with balancer_factory(config) as balancer:
-        await balancer.available()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(balancer.http.post("/v1/completions", json=IDS))
-            await engine.wait_for_calls("/v1/completions", 1)
-            removed = await post(balancer, "/instances/remove", {"url": engine.url})
-            refused = await balancer.http.post("/v1/completions", json=IDS)
-            during = (await balancer.http.get("/instances")).json()
-            engine.hold.set()
+    async with busy() as (balancer, running):
+        removed = await post(balancer, "/instances/remove", {"url": engine.url})
+        refused = await balancer.http.post("/v1/completions", json=IDS)
+        during = (await balancer.http.get("/instances")).json()
+        engine.hold.set()
+        await running
         await until_gone(balancer, engine.url)
         after = (await balancer.http.get("/instances")).json()
 
@@ -65,20 +72,13 @@ async def test_removed_instance_finishes_first(
     assert after == {"instances": [], "leaving": []}
 
 
-async def test_forced_removal_waits_for_nobody(
-    engine: Any, balancer_factory: Any, post: Post
-) -> None:
+async def test_forced_removal_waits_for_nobody(engine: Any, busy: Busy, post: Post) -> None:
     """It is out at once; an answer that runs isn't cut by us."""
-    engine.hold = asyncio.Event()
-    config = {"instances": [{"url": engine.url}], **ADMIN}
-    async with balancer_factory(config) as balancer:
-        await balancer.available()
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(balancer.http.post("/v1/completions", json=IDS))
-            await engine.wait_for_calls("/v1/completions", 1)
-            removed = await post(balancer, "/instances/remove", {"url": engine.url, "force": True})
-            left = balancer.app.keeper.snapshot().instances
-            engine.hold.set()
+    async with busy() as (balancer, running):
+        removed = await post(balancer, "/instances/remove", {"url": engine.url, "force": True})
+        left = balancer.app.keeper.snapshot().instances
+        engine.hold.set()
+        await running
 
     assert (removed.status_code, removed.json()["instance"]["in_flight"]) == (200, 1)
     assert left == ()
