@@ -274,6 +274,7 @@ class _Builder:
             settings=self._config.admission,
             fleet=self._keeper.snapshot,
             clock=self._surroundings.clock,
+            cached_share=self._router.cached_share,
             on_waited=waited.observe,
         )
         return admission

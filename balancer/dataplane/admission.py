@@ -7,14 +7,15 @@ Rules:
    pace lets in the lines that it holds back take in turn, whichever model is asked for most.
 2. A request that waited is decided by what the fleet, the index and the load are then, not by what
    they were when it came.
-3. A client that leaves gives up its place at once.
-4. Only first decisions wait: a further attempt of a request that an engine failed doesn't.
+3. Whoever has to wait is looked up first: what of its prompt is cached says when it is its turn.
+4. A client that leaves gives up its place at once.
+5. Only first decisions wait: a further attempt of a request that an engine failed doesn't.
 
 Room comes with time as well as with events, so whoever is first looks every `LOOK_S`.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -23,7 +24,7 @@ from balancer.core.fleet.snapshot import Fleet, Instance
 from balancer.core.http.headers import find_header
 from balancer.core.load.ledger import LoadLedger
 from balancer.core.reliability.vetting import Vetting
-from balancer.core.request import GenerateRequest
+from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.candidates import BYTES_PER_TOKEN, find_pool
 from balancer.core.routing.client_classes import ClientClasses
 from balancer.core.routing.pace import Pace
@@ -34,6 +35,9 @@ from balancer.dataplane.jobs import Job
 from indexer.core.types import RankId
 
 LOOK_S = 0.01
+
+CachedShare = Callable[[Fleet, GenerateRequest, PromptView], Awaitable[float]]
+"""Of a prompt, the most that any rank holds."""
 
 
 class Room:
@@ -109,6 +113,7 @@ class Admission:
         settings: AdmissionSettings,
         fleet: Callable[[], Fleet],
         clock: Callable[[], float],
+        cached_share: CachedShare,
         on_waited: Callable[[str, float], None] = lambda _outcome, _seconds: None,
     ) -> None:
         """`on_waited` is told what came of each wait (admitted, refused, left) and its seconds."""
@@ -116,6 +121,7 @@ class Admission:
         self._settings = settings
         self._fleet = fleet
         self._clock = clock
+        self._cached_share = cached_share
         self._on_waited = on_waited
         self._pace = Pace(settings.requests_per_s)
         self._classes = ClientClasses(settings.classes.values())
@@ -136,6 +142,7 @@ class Admission:
 
     async def wait(self, job: Job) -> Turn:
         """Return when it is its turn. Raises OverloadedError, or as `Room.exists` does."""
+        cached_share = await self._cached_share(job.fleet, job.request, job.prompt)
         model = job.request.base_model
         line = self._lines.get(model)
         if line is None:
@@ -148,6 +155,7 @@ class Admission:
             ticket = line.enter(
                 client=self._classes.client(_key(job.request)),
                 priority=_priority(job.request),
+                cached_share=cached_share,
                 tokens=job.prompt.prompt_tokens or len(job.request.raw_body) // BYTES_PER_TOKEN,
                 now_s=arrived_s,
                 wake=woken.set,

@@ -60,11 +60,11 @@ class IndexWatch:
                     self._router.learn(fleet, known)
                     self._router.known_ranks.miss(ranks - known.keys())
         except TimeoutError:
-            self._router.lookup_problem = "the index doesn't answer"
+            self._router.lookups.problem = "the index doesn't answer"
         except Exception as error:  # noqa: BLE001 - as for a request: any backend, any fault
-            self._router.note_failure(error)
+            self._router.lookups.note_failure(error)
         else:
-            self._router.note_answer(self._clock() - started_s)
+            self._router.lookups.note_answer(self._clock() - started_s)
 
 
 def _ranks_by_model(fleet: Fleet) -> dict[str, set[RankId]]:

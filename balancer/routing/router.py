@@ -1,4 +1,4 @@
-"""`Router`: asks the index within its deadline, plans, and books before anyone else can plan.
+"""`Router`: asks the index, plans, and books before anyone else can plan.
 
 Rules:
 
@@ -12,11 +12,9 @@ Rules:
    learned rates end before the next decision.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-import structlog
 
 from balancer.connectors.contract import Connector
 from balancer.core.errors import PrefillFailedError
@@ -45,18 +43,12 @@ from balancer.core.routing.unread import (
     with_room,
 )
 from balancer.core.settings.routing import PdSettings, RoutingSettings
+from balancer.routing.lookups import Lookups
 from balancer.routing.question import Question
 from balancer.routing.route import Route, UnreadRoute
 from balancer.tracing import NoTracing, Tracing
-from indexer.core.index import BlockIndexError, PrefixLookup, PrefixMatch, Prompt
-from indexer.core.throttle import Throttle
+from indexer.core.index import PrefixLookup, PrefixMatch
 from indexer.core.types import RankId, Trust
-
-logger = structlog.get_logger(__name__)
-
-_TOO_SLOW = "the index didn't answer within routing.lookup_timeout_s"
-_FAILURE_LOG_S = 30.0
-"""Between two log lines about the same failure."""
 
 
 class Router:
@@ -78,21 +70,21 @@ class Router:
         vetting: Vetting | None = None,
     ) -> None:
         """`on_lookup` is told the outcome (ok, timeout, failed, skipped) and its seconds."""
-        self._index = index
-        self._never_waits: bool = getattr(index, "never_waits", False)
+        self.lookups = Lookups(
+            index,
+            clock=clock,
+            timeout_s=lambda: self._settings.lookup_timeout_s,
+            on_lookup=on_lookup,
+        )
         self._ledger = ledger
         self._connectors = connectors or {}
         self._pulling = frozenset(name for name, each in self._connectors.items() if each.pulls)
         self.set_settings(settings, pd or PdSettings(), policy)
         self._random = random
         self._clock = clock
-        self._on_lookup = on_lookup
         self._tracing = tracing or NoTracing()
         self._vetting = vetting or NoVetting()
         self._ranks = KnownRanks()
-        self._failures = Throttle(_FAILURE_LOG_S)
-        self.lookup_problem: str | None = None
-        """Why lookups fail, as far as it was told; None: the last one didn't."""
 
     @property
     def known_ranks(self) -> KnownRanks:
@@ -202,6 +194,26 @@ class Router:
         question = await self._ask(fleet, request, prompt)
         return self._plan(fleet, question, frozenset(), prefill_failed=False)
 
+    async def cached_share(
+        self, fleet: Fleet, request: GenerateRequest, prompt: PromptView
+    ) -> float:
+        """Of the prompt, the most that any rank that could take it holds or is about to; 0: not known.
+
+        Raises ModelNotFoundError or NoInstanceError.
+        """
+        pool = find_pool(fleet, request.model)
+        tokens = sum(each.tokens for each in prompt.prompts)
+        if not tokens:
+            return 0.0
+        matches = (await self._ask(fleet, request, prompt)).matches
+        candidates = (
+            matches.candidate(rank, instance, self._ledger)
+            for instance in (*pool.prefill, *pool.answering)
+            for rank in instance.rank_ids()
+        )
+        most = max(max(each.overlap_tokens, each.predicted_tokens) for each in candidates)
+        return most / tokens
+
     def replace_prefill(
         self,
         fleet: Fleet,
@@ -242,10 +254,10 @@ class Router:
         matched_s = self._clock()
         if self._tracing.is_on:
             with self._tracing.step("match") as step:
-                by_rank, outcome = await self._match(prompt.prompts)
+                by_rank, outcome = await self.lookups.match(prompt.prompts)
                 step.note("kvlb.lookup", outcome)
         else:
-            by_rank, _ = await self._match(prompt.prompts)
+            by_rank, _ = await self.lookups.match(prompt.prompts)
         if by_rank:
             self.learn(fleet, by_rank[0])
         matches = PromptMatches(
@@ -330,62 +342,6 @@ class Router:
             return drawn(rank)
 
         return draw
-
-    async def _match(
-        self, prompts: tuple[Prompt, ...]
-    ) -> tuple[tuple[Mapping[RankId, PrefixMatch], ...], str]:
-        """The index's answers, or none, and the outcome: slow and broken are alike to the request."""
-        if not prompts:
-            self._count_lookup("skipped", 0.0)
-            return (), "skipped"
-        started_s = self._clock()
-        answers: tuple[Mapping[RankId, PrefixMatch], ...] = ()
-        outcome = "ok"
-        try:
-            if self._never_waits and len(prompts) == 1:
-                answers = (await self._index.match(prompts[0]),)
-            else:
-                async with asyncio.timeout(self._settings.lookup_timeout_s):
-                    answers = await self._match_each(prompts)
-            self.lookup_problem = None
-        except TimeoutError:
-            outcome = "timeout"
-            self.lookup_problem = self.lookup_problem or _TOO_SLOW
-        except Exception as error:  # noqa: BLE001 - any backend, any fault: route by load, count it
-            outcome = "failed"
-            self.note_failure(error)
-        self._count_lookup(outcome, self._clock() - started_s)
-        return answers, outcome
-
-    async def _match_each(
-        self, prompts: tuple[Prompt, ...]
-    ) -> tuple[Mapping[RankId, PrefixMatch], ...]:
-        answers = [await self._index.match(prompts[0])]
-        for prompt in prompts[1:]:
-            # An index in memory never waits: without this neither the deadline nor anybody else
-            # would get a turn before the last prompt.
-            await asyncio.sleep(0)
-            answers.append(await self._index.match(prompt))
-        return tuple(answers)
-
-    def note_answer(self, took_s: float) -> None:
-        """The index was asked outside of a request, and answered."""
-        if took_s <= self._settings.lookup_timeout_s:
-            self.lookup_problem = None
-        else:
-            self.lookup_problem = _TOO_SLOW
-
-    def note_failure(self, error: Exception) -> None:
-        """Log it now and then: the counter has the rest."""
-        # What a backend says of itself is fit to be shown; of a bug only its kind is.
-        problem = str(error) if isinstance(error, BlockIndexError) else type(error).__name__
-        self.lookup_problem = problem
-        if self._failures.admits((problem,), self._clock()):
-            logger.warning("index_lookup_failed", error=problem)
-
-    def _count_lookup(self, outcome: str, seconds: float) -> None:
-        if self._on_lookup:
-            self._on_lookup(outcome, seconds)
 
     def learn(self, fleet: Fleet, answer: Mapping[RankId, PrefixMatch]) -> None:
         """Remember what is needed when the index is silent; forget what a restart made void."""

@@ -45,6 +45,7 @@ class AdmittedPlay(Play):
             ticket = self._line.enter(
                 client=Client(),
                 priority=0,
+                cached_share=self._fleet.cached_share(*self._asked(number)),
                 tokens=self._calls[number].prompt.tokens,
                 now_s=self._fleet.clock.now_s,
                 wake=lambda: None,

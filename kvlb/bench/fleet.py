@@ -78,6 +78,10 @@ class VirtualFleet:
         """Choose an engine and book it."""
         return at_once(self._router.route(self.fleet, request, view))
 
+    def cached_share(self, request: GenerateRequest, view: PromptView) -> float:
+        """Of the prompt, the most that any engine holds as far as the balancer knows."""
+        return at_once(self._router.cached_share(self.fleet, request, view))
+
     def block_size(self, rank: RankId) -> int | None:
         """Of a rank, as its events told."""
         return self._router.known_ranks.block_sizes.get(rank)

@@ -55,9 +55,7 @@ class Play:
 
     def _send(self, number: int) -> None:
         fleet, call = self._fleet, self._calls[number]
-        route = fleet.route(
-            _request(number, call), PromptView(prompts=(call.prompt,), source="ids")
-        )
+        route = fleet.route(*self._asked(number))
         rank = route.plan.decode.candidate.rank
         outcome = Outcome(call=call, rank=rank, arrived_s=fleet.clock.now_s)
         self._outcomes[number] = outcome
@@ -70,6 +68,10 @@ class Play:
                 on_end=self._on_end(route, outcome, number),
             )
         )
+
+    def _asked(self, number: int) -> tuple[GenerateRequest, PromptView]:
+        call = self._calls[number]
+        return _request(number, call), PromptView(prompts=(call.prompt,), source="ids")
 
     def _on_first(self, route: Route, outcome: Outcome) -> Callable[[Job], None]:
         def on_first(job: Job) -> None:

@@ -136,7 +136,7 @@ def overload(
     *,
     workload: Annotated[
         list[WorkloadName] | None,
-        typer.Option(help="What is sent; conversation, arxiv, weka and agents. Repeatable."),
+        typer.Option(help="What is sent; all if not said. Repeatable."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 3,
     promise: Annotated[
@@ -162,9 +162,10 @@ def overload(
 
     from kvlb.bench import command
     from kvlb.bench.overload import OverloadOptions, bench_overload
+    from kvlb.bench.workloads import WORKLOADS
 
     options = OverloadOptions(
-        workloads=workload or ("conversation", "arxiv", "weka", "agents"),
+        workloads=workload or tuple(WORKLOADS),
         seeds=seeds,
         processes=processes or os.cpu_count() or 1,
     )

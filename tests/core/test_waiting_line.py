@@ -29,12 +29,14 @@ class Crowd:
         *,
         client: str | Client = "",
         priority: int = 0,
+        cached_share: float = 0.0,
         tokens: int = 100,
         now_s: float = 0,
     ) -> Ticket:
         ticket = self.line.enter(
             client=Client(key=client) if isinstance(client, str) else client,
             priority=priority,
+            cached_share=cached_share,
             tokens=tokens,
             now_s=now_s,
             wake=lambda: self.woken.append(name),

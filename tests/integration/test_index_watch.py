@@ -126,7 +126,7 @@ async def test_rank_that_the_index_lost_is_shown_no_more(bench: Bench, server: A
 
     assert before.keys() == {A, B}
     assert bench.shown() == {}
-    assert bench.router.lookup_problem is None
+    assert bench.router.lookups.problem is None
 
 
 async def test_rank_that_is_written_again_is_shown_again(bench: Bench, server: Any) -> None:
@@ -146,7 +146,7 @@ async def test_problem_is_known_before_the_first_request(bench: Bench, server: A
     server.stop()
     await bench.watch.look()
 
-    assert "is it running" in (bench.router.lookup_problem or "")
+    assert "is it running" in (bench.router.lookups.problem or "")
 
 
 async def test_problem_ends_without_a_request(bench: Bench, server: Any) -> None:
@@ -154,12 +154,12 @@ async def test_problem_ends_without_a_request(bench: Bench, server: Any) -> None
     server.command("CONFIG", "SET", "requirepass", "secret")
     await bench.connection.aclose()
     await bench.request()
-    told = bench.router.lookup_problem
+    told = bench.router.lookups.problem
     server.command("-a", "secret", "--no-auth-warning", "CONFIG", "SET", "requirepass", "")
     await bench.watch.look()
 
     assert "NOAUTH" in (told or "")
-    assert bench.router.lookup_problem is None
+    assert bench.router.lookups.problem is None
 
 
 async def test_problem_is_known_before_an_engine_has_told_its_model(
@@ -173,12 +173,12 @@ async def test_problem_is_known_before_an_engine_has_told_its_model(
         clock=bench.clock,
     )
     await watch.look()
-    before = bench.router.lookup_problem
+    before = bench.router.lookups.problem
     server.stop()
     await watch.look()
 
     assert before is None
-    assert bench.router.lookup_problem is not None
+    assert bench.router.lookups.problem is not None
 
 
 async def test_refusal_outlives_requests_that_heard_nothing_in_time(server: Any) -> None:
@@ -190,19 +190,19 @@ async def test_refusal_outlives_requests_that_heard_nothing_in_time(server: Any)
         await bench.request()
     await bench.connection.aclose()
 
-    assert "NOPERM" in (bench.router.lookup_problem or "")
+    assert "NOPERM" in (bench.router.lookups.problem or "")
     assert [each["event"] for each in logs] == ["index_lookup_failed"]
 
 
 async def test_late_answer_takes_no_problem_back(bench: Bench) -> None:
     """Requests would still go without."""
     await bench.watch.look()
-    before = bench.router.lookup_problem
+    before = bench.router.lookups.problem
     bench.clock.step_s = 7.5
     await bench.watch.look()
 
     assert before is None
-    assert "lookup_timeout_s" in (bench.router.lookup_problem or "")
+    assert "lookup_timeout_s" in (bench.router.lookups.problem or "")
 
 
 async def test_strangers_are_not_counted_by_looks(bench: Bench) -> None:
@@ -226,7 +226,7 @@ async def test_silence_is_a_problem() -> None:
     )
     await IndexWatch(index=silent, router=router, fleet=lambda: FLEET, clock=monotonic).look()
 
-    assert router.lookup_problem == "the index doesn't answer"
+    assert router.lookups.problem == "the index doesn't answer"
 
 
 class SilentIndex:

@@ -2,30 +2,24 @@
 
 Rules:
 
-1. A smaller priority number goes first: that of the client's class, then that of the request, as in
-   vLLM. Within one priority clients (by their key) get shares of tokens by their weights, whoever asks
-   more often; within one client first come, first served.
-2. Shares as in `core.routing.client_shares`: a ticket's tag is where its part of its client's share
-   begins, in tokens.
-3. A full line refuses whoever would be served last, the newcomer or one that waits.
-4. Nobody waits longer than `max_wait_s`; in a line that hasn't been empty for `standing_s`, than
+1. Who goes first: `core.routing.line_order`.
+2. A full line refuses whoever would be served last, the newcomer or one that waits.
+3. Nobody waits longer than `max_wait_s`; in a line that hasn't been empty for `standing_s`, than
    `standing_wait_s`. In an overloaded fleet every request would else wait until its limit, and each
    that is served would be served too late.
-5. One turn at a time: who is let in books its place before the next is looked at.
+4. One turn at a time: who is let in books its place before the next is looked at.
 
-Cost: O(log n) per ticket; O(n) per newcomer in a full line. What is kept is of those that wait, and as
-much again of those that left.
+Cost: O(log n) per ticket; O(n) per newcomer in a full line.
 """
 
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 from itertools import count
 from math import ceil
 from typing import Final
 
 from balancer.core.errors import OverloadedError
 from balancer.core.routing.client_classes import Client
-from balancer.core.routing.client_shares import ClientShares, Share
+from balancer.core.routing.line_order import LineOrder, Place
 from balancer.core.settings.admission import AdmissionSettings
 
 _LATE: Final = "no instance of this model had room within admission.max_wait_s"
@@ -34,25 +28,16 @@ _STANDING: Final = (
     "within admission.promise_s"
 )
 _PACED: Final = "requests come faster than admission.requests_per_s, and this one waited for admission.max_wait_s"
-_FEW: Final = 64
-"""So many places that were left may lie in the heap beside as many as wait."""
-
-Place = tuple[int, int, float, int]
-"""Priority of the client, of the request, tag, number."""
 
 
 class Ticket:
     """A place in the line."""
 
-    __slots__ = ("arrived_s", "number", "place", "refused", "share", "wake")
+    __slots__ = ("arrived_s", "number", "place", "refused", "wake")
 
-    def __init__(
-        self, *, place: Place, share: Share, arrived_s: float, wake: Callable[[], None]
-    ) -> None:
-        self.share = share
+    def __init__(self, *, place: Place, arrived_s: float, wake: Callable[[], None]) -> None:
         self.place = place
-        """Smaller goes first."""
-        self.number = place[-1]
+        self.number = place.number
         self.arrived_s = arrived_s
         self.wake = wake
         """Called when it is first, when the turn before it has ended, or when it is refused."""
@@ -80,9 +65,7 @@ class WaitingLine:
         self._paced_s = paced_s
         self._waiting: dict[int, Ticket] = {}
         """By number: in the order of arrival."""
-        self._order: list[Place] = []
-        """A heap of places; those that have left it are passed over."""
-        self._shares = ClientShares(settings.max_waiting)
+        self._order = LineOrder(settings.max_waiting)
         self._numbers = count()
         self._since_s = 0.0
         self._is_paced = False
@@ -107,32 +90,37 @@ class WaitingLine:
     @property
     def first(self) -> Ticket | None:
         """Who is next."""
-        while self._order:
-            ticket = self._waiting.get(self._order[0][-1])
-            if ticket is not None:
-                return ticket
-            heappop(self._order)
-        return None
+        number = self._order.first()
+        return None if number is None else self._waiting[number]
 
     def enter(
-        self, *, client: Client, priority: int, tokens: int, now_s: float, wake: Callable[[], None]
+        self,
+        *,
+        client: Client,
+        priority: int,
+        cached_share: float,
+        tokens: int,
+        now_s: float,
+        wake: Callable[[], None],
     ) -> Ticket:
-        """Take a place. Raises OverloadedError if the line is full of more urgent ones."""
+        """Take a place. Raises OverloadedError if the line is full of more urgent ones.
+
+        `cached_share`: of its prompt of `tokens`, the most that any rank holds.
+        """
         if not self._waiting:
             self._since_s = now_s
             self._is_paced = False
-        number = next(self._numbers)
-        place = (client.priority, priority, self._shares.begin(client.key), number)
-        if len(self._waiting) >= self._settings.max_waiting:
-            last = max(self._waiting.values(), key=lambda each: each.place, default=None)
-            if last is None or last.place <= place:
+        place = self._order.add(
+            next(self._numbers), client, priority, cached_share=cached_share, tokens=tokens
+        )
+        ticket = Ticket(place=place, arrived_s=now_s, wake=wake)
+        self._waiting[ticket.number] = ticket
+        if len(self._waiting) > self._settings.max_waiting:
+            last = self._waiting[self._order.last()]
+            if last is ticket:
+                self.leave(ticket)
                 raise self._error(self._full(), now_s)
             self._refuse(last, f"more urgent ones came, and {self._full()}")
-        share = self._shares.enter(client.key, max(1, tokens) / client.weight)
-        place = (client.priority, priority, share.begin, number)
-        ticket = Ticket(place=place, share=share, arrived_s=now_s, wake=wake)
-        self._waiting[number] = ticket
-        heappush(self._order, place)
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
@@ -140,15 +128,11 @@ class WaitingLine:
         self._leave(ticket, is_served=False)
 
     def _leave(self, ticket: Ticket, *, is_served: bool) -> None:
-        was_first = ticket is self.first
-        if self._waiting.pop(ticket.number, None) is None:
+        if ticket.number not in self._waiting:
             return
-        self._shares.leave(ticket.share, is_served=is_served)
-        if not self._waiting:
-            self._shares.clear()
-        if len(self._order) > 2 * len(self._waiting) + _FEW:
-            self._order = [each.place for each in self._waiting.values()]
-            heapify(self._order)
+        was_first = ticket is self.first
+        del self._waiting[ticket.number]
+        self._order.remove(ticket.place, is_served=is_served)
         if was_first:
             self._wake_first()
 

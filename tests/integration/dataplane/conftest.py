@@ -128,6 +128,7 @@ class Balancer:
             settings=admission_settings,
             fleet=lambda: self.fleet,
             clock=clock,
+            cached_share=router.cached_share,
             on_waited=lambda outcome, _: self.waits.append(outcome),
         )
         self._ids = count(1)

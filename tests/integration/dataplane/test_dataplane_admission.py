@@ -150,6 +150,21 @@ async def test_the_urgent_and_the_modest_go_first(crowded: Crowded) -> None:
     assert len(gate.asked) == 8
 
 
+async def test_what_is_cached_goes_first(crowded: Crowded) -> None:
+    """Who goes on with a conversation, before who came earlier with a new prompt."""
+    gate = Gate()
+    known = list(range(64))
+    reads_all = RoutingSettings(max_requests_per_rank=1, observe_share=1)
+    async with crowded(gate, routing=reads_all) as crowd:
+        await crowd.send("first", prompt=known)
+        await crowd.send("new", prompt=[9] * 64)
+        await crowd.send("next turn", prompt=[*known, 1])
+        for _ in range(crowd.sent):
+            gate.permits.release()
+
+    assert gate.asked == ["first", "next turn", "new"]
+
+
 async def test_who_waits_too_long_gets_503(crowded: Crowded) -> None:
     """In OpenAI's form, with the code of a full fleet and when to come back. No engine hears of it."""
     gate = Gate()

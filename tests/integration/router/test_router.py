@@ -86,6 +86,20 @@ async def test_explaining_books_nothing(
     assert len({each.reason for each in explained}) == 1
 
 
+async def test_a_cached_share_is_the_most_that_any_rank_holds(
+    bench: Any, rank: RankOf, ask: Ask, view: View, pair: Fleet
+) -> None:
+    """By the index, or since it is on its way there. Of a prompt that nobody could read it isn't known."""
+    router = bench.build()
+    bench.index.held_tokens = {rank("a"): 1000, rank("b"): 0}
+    held = await router.cached_share(pair, ask(), view(4000))
+    await router.route(pair, ask(), view(4000))
+    promised = await router.cached_share(pair, ask(), view(4000))
+    unknown = await router.cached_share(pair, ask(), PromptView(unscorable="no_tokenizer"))
+
+    assert (held, promised, unknown) == (0.25, 0.996, 0.0)
+
+
 async def test_siblings_at_once_land_together(
     bench: Any, ask: Ask, view: View, pair: Fleet
 ) -> None:

@@ -62,13 +62,13 @@ async def test_a_failing_index_is_told_in_its_own_words(
     bench.index.error = IndexUnavailableError("Redis refuses (WRONGPASS): change it")
     with capture_logs() as logs:
         await router.route(pair, ask(), view())
-    told = router.lookup_problem
+    told = router.lookups.problem
     bench.index.error = None
     await router.route(pair, ask(), view())
 
     assert told == "Redis refuses (WRONGPASS): change it"
     assert [each["error"] for each in logs] == [told]
-    assert router.lookup_problem is None
+    assert router.lookups.problem is None
 
 
 async def test_a_flapping_index_is_logged_now_and_then(
