@@ -31,6 +31,13 @@ TABLE = ROOT / "tests/faults.toml"
 FAILED = 1
 """What pytest exits with if tests ran and failed, not if it could not run them."""
 LONGEST_S = 180
+RUN_PYTEST = """
+import os, sys, pytest
+code = pytest.main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(code)
+"""
+"""A test that was ended in the middle may leave sockets for which the interpreter would wait for ever."""
 NOTICED = "noticed"
 
 INTRODUCTION = """\
@@ -121,7 +128,7 @@ def start_tests(
     folder: Path, tests: Sequence[str], patience_s: int, longest_s: int, *options: str
 ) -> tuple[int, str]:
     """Exit code and output of pytest in the copy. What is broken often shows as waiting in vain."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-c", RUN_PYTEST, "-q", "-p", "no:cacheprovider", *options]
     command += ["--basetemp", str(folder.parent / "temporary")]
     # Compiling everything anew would be more than half of what a row costs.
     environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
