@@ -62,7 +62,7 @@ test-engine: $(READY) ## Tests against real vLLM on the CPU. Installs it (2.5 GB
 	@test -n "$$KVLB_ENGINE_VENV" || tests/real_engine/install.sh .venv-engine
 	$(BIN)/python -m pytest -m engine -rP tests/real_engine
 
-sabotage: $(READY) ## Break a line per fault of docs/faults.md, and see that its test notices. By hand: a quarter of an hour.
+sabotage: $(READY) ## Break a line per fault of docs/faults.md, and see that its test notices. By hand: some minutes.
 	$(BIN)/python tests/sabotage.py
 
 docs: $(READY) ## Write docs/configuration.md from the settings' docstrings, docs/faults.md from its table.

@@ -2,7 +2,7 @@
 
 `tests/faults.toml` is the table: each fault with its test and a one-line sabotage.
 
-    python tests/sabotage.py            every fault; a quarter of an hour on two cores
+    python tests/sabotage.py            every fault; some minutes
     python tests/sabotage.py F02 late   those whose names contain one of these
     python tests/sabotage.py --jobs 1   one after the other; otherwise as many at once as there are cores
     python tests/sabotage.py --page     the table as docs/faults.md
