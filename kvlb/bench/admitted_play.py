@@ -21,9 +21,14 @@ class AdmittedPlay(Play):
     """One workload on one fleet, let in as there is room."""
 
     def __init__(
-        self, fleet: VirtualFleet, calls: Sequence[Call], *, settings: AdmissionSettings
+        self,
+        fleet: VirtualFleet,
+        calls: Sequence[Call],
+        *,
+        settings: AdmissionSettings,
+        streamed: int = 100,
     ) -> None:
-        super().__init__(fleet, calls)
+        super().__init__(fleet, calls, streamed=streamed)
         self._line = WaitingLine(settings)
         self._room = Room(
             ledger=fleet.ledger,

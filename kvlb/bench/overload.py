@@ -37,6 +37,8 @@ class OverloadOptions(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 3
     promise_s: float = AdmissionSettings().promise_s
     processes: int = 1
+    streamed: int = 100
+    """Per cent of the calls."""
 
 
 class OverloadJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,7 @@ class OverloadJob(msgspec.Struct, frozen=True, kw_only=True):
     promise_s: float
     has_line: bool
     """False: everything is sent at once."""
+    streamed: int = 100
 
 
 class OverloadFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +76,7 @@ def run_overload(job: OverloadJob) -> OverloadFigures:
     speed = SATURATION[job.workload, job.engines] * job.load / FULL
     calls = workload.calls(job.engines, speed, job.seed)
     settings = AdmissionSettings(promise_s=job.promise_s if job.has_line else 0.0)
-    play = AdmittedPlay(fleet, calls, settings=settings)
+    play = AdmittedPlay(fleet, calls, settings=settings, streamed=job.streamed)
     outcomes = play.run()
     good = sum(keeps_promise(each, workload.engine, job.promise_s) for each in outcomes)
     arrivals_s = [each.arrived_s for each in outcomes]
@@ -96,6 +99,7 @@ def bench_overload(options: OverloadOptions, console: Console) -> bool:
             seed=seed,
             promise_s=options.promise_s,
             has_line=has_line,
+            streamed=options.streamed,
         )
         for workload, load, seed, has_line in product(
             options.workloads, options.loads, range(options.seeds), (False, True)

@@ -11,6 +11,9 @@ from kvlb.bench.calls import MODEL, Call
 from kvlb.bench.engine import Job
 from kvlb.bench.fleet import VirtualFleet
 
+_SPREAD = 61
+"""Has no factor in common with 100: any hundred calls in a row are streamed as often."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
@@ -28,11 +31,20 @@ class Play:
     """One workload on one fleet."""
 
     def __init__(
-        self, fleet: VirtualFleet, calls: Sequence[Call], *, patience_s: float = inf
+        self,
+        fleet: VirtualFleet,
+        calls: Sequence[Call],
+        *,
+        patience_s: float = inf,
+        streamed: int = 100,
     ) -> None:
-        """`patience_s`: times to first tokens, added up, after which the rest isn't played."""
+        """`patience_s`: times to first tokens, added up, after which the rest isn't played.
+
+        `streamed`: per cent of the calls. Of the others the balancer sees only the end.
+        """
         self._fleet = fleet
         self._patience_s = patience_s
+        self._streamed = streamed
         self._calls = calls
         self._followers: dict[int, list[int]] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -55,7 +67,8 @@ class Play:
 
     def _send(self, number: int) -> None:
         fleet, call = self._fleet, self._calls[number]
-        route = fleet.route(*self._asked(number))
+        request, view = self._asked(number)
+        route = fleet.route(request, view)
         rank = route.plan.decode.candidate.rank
         outcome = Outcome(call=call, rank=rank, arrived_s=fleet.clock.now_s)
         self._outcomes[number] = outcome
@@ -64,20 +77,22 @@ class Play:
                 keys=call.keys,
                 prompt_tokens=call.prompt.tokens,
                 output_tokens=call.output_tokens,
-                on_first=self._on_first(route, outcome),
+                on_first=self._on_first(route, outcome, is_seen=request.stream),
                 on_end=self._on_end(route, outcome, number),
             )
         )
 
     def _asked(self, number: int) -> tuple[GenerateRequest, PromptView]:
         call = self._calls[number]
-        return _request(number, call), PromptView(prompts=(call.prompt,), source="ids")
+        is_streamed = number * _SPREAD % 100 < self._streamed
+        return _request(number, call, is_streamed), PromptView(prompts=(call.prompt,), source="ids")
 
-    def _on_first(self, route: Route, outcome: Outcome) -> Callable[[Job], None]:
+    def _on_first(self, route: Route, outcome: Outcome, *, is_seen: bool) -> Callable[[Job], None]:
         def on_first(job: Job) -> None:
             outcome.first_s = self._fleet.clock.now_s
             outcome.cached_tokens = job.cached_tokens or 0
-            route.decode_guard.first_token()
+            if is_seen:
+                route.decode_guard.first_token()
             self._patience_s -= outcome.first_s - outcome.arrived_s
             if self._patience_s < 0:
                 self._fleet.clock.stop()
@@ -96,14 +111,14 @@ class Play:
         return on_end
 
 
-def _request(number: int, call: Call) -> GenerateRequest:
+def _request(number: int, call: Call, is_streamed: bool) -> GenerateRequest:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     if call.session is not None:
         headers = ((b"x-session-id", call.session.encode()),)
     return GenerateRequest(
         request_id=f"r{number}",
         endpoint=Endpoint.CHAT,
-        body={"stream": True},
+        body={"stream": is_streamed},
         raw_body=b"",
         headers=headers,
         model=MODEL,

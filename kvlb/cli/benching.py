@@ -145,6 +145,9 @@ def overload(
             min=0.01, help="`admission.promise_s`, and what counts as good. Default: its."
         ),
     ] = None,
+    streamed: Annotated[
+        int, typer.Option(min=0, max=100, help="Per cent of the calls that are streamed.")
+    ] = 100,
     processes: Annotated[int | None, typer.Option(min=1, help="One per core if not said.")] = None,
 ) -> None:
     """What is left of a fleet's goodput when more comes than it can serve, in virtual time.
@@ -158,6 +161,7 @@ def overload(
     """
     import os
 
+    from msgspec.structs import replace
     from rich.console import Console
 
     from kvlb.bench import command
@@ -168,14 +172,10 @@ def overload(
         workloads=workload or tuple(WORKLOADS),
         seeds=seeds,
         processes=processes or os.cpu_count() or 1,
+        streamed=streamed,
     )
     if promise is not None:
-        options = OverloadOptions(
-            workloads=options.workloads,
-            seeds=seeds,
-            processes=options.processes,
-            promise_s=promise,
-        )
+        options = replace(options, promise_s=promise)
     console = Console()
     if not console.is_terminal:
         console = Console(width=command.FILE_WIDTH)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from balancer.core.load.learned import LearnedRates, QuantileTracker
 from balancer.core.load.ledger import RankRates
+from balancer.core.load.whole_answers import WholeAnswer
 from indexer.core.types import InstanceId, RankId
 
 RANK, OTHER = (RankId(InstanceId(f"http://e{number}:8000"), 0) for number in (0, 1))
@@ -54,6 +55,51 @@ def test_ranks_keep_their_own_pace() -> None:
 
     assert learned.rates(RANK).prefill_s_per_token == pytest.approx(1e-4)
     assert learned.rates(OTHER).prefill_s_per_token == pytest.approx(5e-4)
+
+
+def answer_whole(
+    learned: LearnedRates, *, s_per_token: float, answers: int = 60, rank: RankId = RANK
+) -> None:
+    """Answers in one piece to prompts of many lengths, each of 101 tokens."""
+    for number in range(answers):
+        tokens = 500 + number % 7 * 1000
+        whole = WholeAnswer(
+            seconds=0.02 + tokens * s_per_token + 100 * 0.02,
+            uncached_tokens=tokens,
+            ahead_tokens=tokens,
+            computed_tokens=tokens,
+            tokens=101,
+            others=0,
+        )
+        learned.on_whole(rank, whole)
+
+
+def test_answers_in_one_piece_teach_each_rank_its_own_pace() -> None:
+    """And a rank that has answered little yet the fleet's."""
+    learned = LearnedRates()
+    answer_whole(learned, s_per_token=1e-4)
+    known = learned.knows_prefill
+    of_new = learned.rates(OTHER).prefill_s_per_token
+    answer_whole(learned, s_per_token=4e-4, rank=OTHER)
+
+    assert known
+    assert of_new == pytest.approx(1e-4)
+    assert learned.rates(RANK).prefill_s_per_token == pytest.approx(1e-4)
+    assert learned.rates(OTHER).prefill_s_per_token == pytest.approx(4e-4)
+    assert learned.rates(OTHER).step_s == pytest.approx(0.02, rel=0.2)
+
+
+def test_streams_know_better_than_answers_in_one_piece() -> None:
+    """A rank that streams learns nothing of the others, and one that nobody knows takes the streams'."""
+    learned = LearnedRates()
+    answer_whole(learned, s_per_token=4e-4)
+    prefill(learned, tokens=1000, seconds=0.12, times=3)
+    seen = learned.rates(RANK)
+    answer_whole(learned, s_per_token=4e-4)
+
+    assert seen.prefill_s_per_token == pytest.approx(1e-4)
+    assert learned.rates(RANK) == seen
+    assert learned.rates(OTHER).prefill_s_per_token == pytest.approx(1e-4)
 
 
 def test_first_tokens_of_one_step_are_one_sample() -> None:

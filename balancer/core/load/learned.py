@@ -18,6 +18,9 @@ Rules:
    the fleet's 5 % quantile of seconds between tokens, from the least of the first nine on, and at least
    5 ms. What a rate says of a rank's time is only as good as the rate: where first tokens come as fast as
    we or our clients go, any rank looks busy all the time. Only its answers show whether it is.
+7. Answers in one piece teach only ranks that no stream has taught: seconds per token by how they
+   differ (`core.load.whole_answers`), and steps by what of their time isn't their own prompt's. That holds waits,
+   too: an answer that waited is one that was slow.
 
 Cost: a few operations per leg; `rates` is kept until the next sample, once for all ranks that nothing was seen of.
 """
@@ -26,6 +29,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from balancer.core.load.ledger import RankRates
+from balancer.core.load.whole_answers import Means, PrefillSlope, WholeAnswer
 from indexer.core.types import RankId
 
 SAME_STEP_S = 0.002
@@ -93,6 +97,9 @@ class _RankSpeed:
     mean_step_s: float = 0.0
     decode_s: float = 0.0
     decodes: int = 0
+    means: Means = field(default_factory=Means)
+    """Of answers in one piece."""
+    slope: PrefillSlope = field(default_factory=PrefillSlope)
 
     def add_decode(self, seconds: float) -> None:
         self.decodes += 1
@@ -116,6 +123,7 @@ class LearnedRates:
         self._fleet_prefill = QuantileTracker()
         self._fleet_step = QuantileTracker()
         self._best_step = QuantileTracker(BEST_QUANTILE, first_quantile=0.0)
+        self._slope = PrefillSlope()
         self._fixed = QuantileTracker()
         self._output_tokens = self._prior.output_tokens
         self._outputs = 0
@@ -130,7 +138,7 @@ class LearnedRates:
     @property
     def knows_prefill(self) -> bool:
         """Whether the fleet's prefill rate is more than a prior."""
-        return self.seen >= ENOUGH_SAMPLES
+        return self.seen >= ENOUGH_SAMPLES or self._slope.s_per_token is not None
 
     @property
     def seen(self) -> int:
@@ -202,6 +210,22 @@ class LearnedRates:
         self._fleet_step.add(alone_s)
         self._note_change()
 
+    def on_whole(self, rank: RankId, answer: WholeAnswer) -> None:
+        """An answer came in one piece."""
+        speed = self._speed(rank)
+        if speed.prefill.count >= ENOUGH_SAMPLES:
+            return
+        off = speed.means.off(answer)
+        speed.slope.add(off)
+        self._slope.add(off)
+        prompt_s = 0.0
+        if self.knows_prefill:
+            prompt_s = self._fixed_s + answer.uncached_tokens * self._prefill_s(speed)
+        self._note_change()
+        self.on_decoded(
+            rank, decode_s=answer.seconds - prompt_s, tokens=answer.tokens, others=answer.others
+        )
+
     def on_output(self, tokens: int) -> None:
         """An answer had `tokens` tokens."""
         self._outputs += 1
@@ -266,6 +290,10 @@ class LearnedRates:
     def _prefill_s(self, speed: _RankSpeed | None) -> float:
         if speed and speed.prefill.count >= ENOUGH_SAMPLES:
             return speed.prefill.value
+        slope = self._slope if self.seen < ENOUGH_SAMPLES else None
+        for each in (speed and speed.slope, slope):
+            if each and each.s_per_token is not None:
+                return each.s_per_token
         return self._fleet_prefill.value or self._prior.prefill_s_per_token
 
     def _build(self, speed: _RankSpeed | None) -> RankRates:

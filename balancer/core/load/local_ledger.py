@@ -5,7 +5,7 @@ Rules:
 1. A leg is queued from its booking to its first token, decoding from there to its end; `decode`
    legs wait for a transfer, so they never count as queued prefill.
 2. The first token of an answer that isn't streamed can't be seen: such a leg counts as decoding
-   once its expected time has passed, and teaches nothing about rates.
+   once its expected time has passed, and teaches about rates as its end shows (`core.load.whole_answers`).
 3. A leg that ends with an exception withdraws its prediction; before its first token also its
    arrival, its place in the shadow cache, and its work but for what may have been done. Otherwise
    its keys count as held until `believed_s` after its first token, or until `believed_tokens` new
@@ -316,7 +316,10 @@ class LocalLedger:
         self._learned.on_output(tokens)
         if work.block_size:  # of other prompts it doesn't know either
             book.shadow.answer(tokens, self._clock())
-        if decoded and work.streamed and leg.first_s is not None:
+        if work.kind == "whole" and not work.streamed:
+            self._settle_due(book, self._clock())
+            self._learned.on_whole(work.rank, book.whole_answer(leg, self._clock()))
+        elif decoded and work.streamed and leg.first_s is not None:
             self._learned.on_decoded(
                 work.rank,
                 decode_s=self._clock() - leg.first_s,
@@ -369,9 +372,7 @@ class LocalLedger:
         leg.expected_s = wait_s + leg.alone_s
         if not work.streamed:
             heappush(book.due, (now_s + leg.expected_s, leg.number))
-        book.queue[leg.number] = leg
-        book.queued_tokens += work.uncached_tokens
-        book.count_arrival(now_s, leg.work_s)
+        book.queue_up(leg, now_s)
 
     def _settle_due(self, book: RankBook, now_s: float) -> None:
         book.changed()

@@ -24,6 +24,7 @@ from balancer.core.load.figures import FIGURES, RATE_TAU_S, RECENT_TAU_S, counta
 from balancer.core.load.ledger import LegWork, RankLoad, RankRates
 from balancer.core.load.predictions import Prediction, RankPredictions
 from balancer.core.load.shadow_cache import Promise, ShadowCache
+from balancer.core.load.whole_answers import WholeAnswer
 from indexer.core.types import RankId
 
 FAR_TOO_LONG, LEAST_SEAT_WAIT_S = 4.0, 0.25
@@ -47,6 +48,10 @@ class BookedLeg(msgspec.Struct, eq=False):
     """Prefill seconds it counts for; 0 for a `decode` leg."""
     alone_s: float = 0.0
     """To its first token on an idle rank; 0 for a `decode` leg."""
+    ahead_tokens: int = 0
+    """To be computed there when it was booked, its own not among them."""
+    sent_before: int = 0
+    """Of `sent_tokens` of its rank, when it was booked."""
     expected_s: float = 0.0
     """To its first token, by the prompts before it and its own."""
     promises: Sequence[Promise] = ()
@@ -83,6 +88,7 @@ class RankBook:
         "running",
         "seat_waits",
         "seats",
+        "sent_tokens",
         "shadow",
         "since_s",
         "turned_s",
@@ -97,6 +103,8 @@ class RankBook:
         self.requests = 0
         self.decoding = 0
         self.queued_tokens = 0
+        self.sent_tokens = 0
+        """To be computed there, ever."""
         self.queue: dict[int, BookedLeg] = {}
         """Legs without a first token, oldest first; `decode` legs aren't among them."""
         self.due: list[tuple[float, int]] = []
@@ -131,6 +139,30 @@ class RankBook:
         self.arrivals = self.arrivals * fade + 1
         self.work_s = self.work_s * fade + work_s
         self.counted_s = now_s
+
+    def queue_up(self, leg: BookedLeg, now_s: float) -> None:
+        """It is to be computed, behind those that are queued."""
+        tokens = leg.work.uncached_tokens
+        leg.ahead_tokens, leg.sent_before = self.queued_tokens, self.sent_tokens
+        self.sent_tokens += tokens
+        self.queued_tokens += tokens
+        self.queue[leg.number] = leg
+        self.count_arrival(now_s, leg.work_s)
+
+    def whole_answer(self, leg: BookedLeg, now_s: float) -> WholeAnswer:
+        """What a leg that ends now, in one piece, took; its tokens are known."""
+        expected = uncached = leg.work.uncached_tokens
+        if leg.cached_tokens is not None:
+            uncached = max(0, leg.work.prompt_tokens - leg.cached_tokens)
+        computed = self.sent_tokens - self.queued_tokens - leg.sent_before + leg.ahead_tokens
+        return WholeAnswer(
+            seconds=now_s - leg.booked_s,
+            uncached_tokens=uncached,
+            ahead_tokens=leg.ahead_tokens + uncached,
+            computed_tokens=computed - expected + uncached,
+            tokens=leg.output_tokens or 0,
+            others=(leg.others + self.decoding) / 2,
+        )
 
     def end_queueing(self, leg: BookedLeg, now_s: float) -> None:
         """Its first token is here.
@@ -175,6 +207,7 @@ class RankBook:
             self.turned_s = now_s
         if self.queue.pop(leg.number, None):
             self.queued_tokens -= leg.work.uncached_tokens
+            self.sent_tokens -= leg.work.uncached_tokens
         self.take_back(leg.work_s - done_s, leg.booked_s)
         faded = exp((leg.booked_s - self.counted_s) / RATE_TAU_S)
         self.arrivals = max(0.0, self.arrivals - faded)

@@ -93,18 +93,76 @@ def test_rates_are_learned_from_legs(ledger: LocalLedger, clock: Any, work: Work
     assert rates.step_s == pytest.approx(0.05)
 
 
-def test_an_unseen_first_token_teaches_nothing(ledger: LocalLedger, clock: Any, work: Work) -> None:
-    """The end of an answer says nothing about prefill or steps; its length is learned."""
+def test_an_answer_in_one_piece_teaches_its_length_and_its_pace(
+    ledger: LocalLedger, clock: Any, work: Work
+) -> None:
+    """Nothing about prefill, as long as all its time may have been that of its tokens."""
     leg = ledger.hold(work(tokens=1000, streamed=False))
     clock.now_s += 30
     leg.first_token()
-    leg.generated(500)
+    leg.generated(501)
     leg.__exit__(None, None, None)
 
     rates = ledger.load(RANK).rates
     assert rates.output_tokens > RankRates().output_tokens
     assert rates.prefill_s_per_token == RankRates().prefill_s_per_token
-    assert rates.step_s == RankRates().step_s
+    assert rates.step_s == pytest.approx(0.06, rel=0.01)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_answers_in_one_piece_teach_prefill_by_their_differences(
+    ledger: LocalLedger, clock: Any, work: Work, is_cached: bool
+) -> None:
+    """Longer prompts take longer, but for what the engine says that it had."""
+    known_before = ledger.knows_prefill
+    for number in range(60):
+        tokens = 500 + number % 7 * 1000
+        leg = work(tokens=tokens, streamed=False)
+        if is_cached:
+            leg = replace(leg, prompt_tokens=8000, uncached_tokens=8000)
+        guard = ledger.hold(leg)
+        clock.now_s += 0.02 + tokens * 5e-4 + 100 * 0.03
+        guard.generated(101)
+        if is_cached:
+            guard.cached(8000 - tokens)
+        guard.__exit__(None, None, None)
+
+    rates = ledger.load(RANK).rates
+    assert (known_before, ledger.knows_prefill) == (False, True)
+    assert rates.prefill_s_per_token == pytest.approx(5e-4, rel=0.02)
+    assert rates.step_s == pytest.approx(0.03, rel=0.15)
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_prompts_computed_meanwhile_are_no_wait(
+    ledger: LocalLedger, clock: Any, work: Work, is_before: bool
+) -> None:
+    """An answer shows what others' prompts took, too, those before it and those after it."""
+    for number in range(60):
+        tokens = 500 + number % 7 * 1000
+        sizes = (tokens, 64) if is_before else (64, tokens)
+        guards = [ledger.hold(work(tokens=each, streamed=False)) for each in sizes]
+        clock.now_s += 0.02 + (64 + tokens) * 5e-4 + 100 * 0.03
+        for guard in guards:
+            guard.generated(101)
+            guard.__exit__(None, None, None)
+        clock.now_s += 10
+
+    assert ledger.load(RANK).rates.prefill_s_per_token == pytest.approx(5e-4, rel=0.02)
+
+
+def test_what_was_given_up_was_not_computed(ledger: LocalLedger, clock: Any, work: Work) -> None:
+    """Prompts of clients that leave at once don't explain anybody's time."""
+    for number in range(60):
+        tokens = 500 + number % 7 * 1000
+        guard = ledger.hold(work(tokens=tokens, streamed=False))
+        gone = ledger.hold(work(tokens=9000 - tokens, streamed=False))
+        gone.__exit__(ConnectionError, ConnectionError(), None)
+        clock.now_s += 0.02 + tokens * 5e-4 + 100 * 0.03
+        guard.generated(101)
+        guard.__exit__(None, None, None)
+
+    assert ledger.load(RANK).rates.prefill_s_per_token == pytest.approx(5e-4, rel=0.02)
 
 
 def test_a_prefill_leg_says_nothing_about_output(ledger: LocalLedger, work: Work) -> None:
