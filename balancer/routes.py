@@ -211,7 +211,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "tokens": surface.tokens(),
                 "instances": [
                     render_instance(
-                        each, surface.ledger, facts, surface.router.trust, surface.breaker(each.id)
+                        each, surface.ledger, facts, surface.router.belief, surface.breaker(each.id)
                     )
                     for each in fleet.instances
                 ],

@@ -146,6 +146,7 @@ def _render_leg(leg: LegRecord) -> Mapping[str, Any]:
         "held_tokens": leg.held_tokens,
         "block_size": leg.block_size,
         "trust": leg.trust,
+        "trust_reason": leg.trust_reason,
         "outcome": leg.outcome,
         "prompt_tokens": leg.prompt_tokens,
         "cached_tokens": leg.cached_tokens,

@@ -32,6 +32,8 @@ class LegRecord(msgspec.Struct, kw_only=True):
     block_size: int | None = None
     trust: str | None = None
     """Of the rank's entries in the index, at routing time."""
+    trust_reason: str | None = None
+    """Why it isn't exact, where that isn't the stream's doing."""
     outcome: str | None = None
     """How the engine's figure compares with the index's: `exact`, `over`, `under`, or why it can't
     be compared; None if nobody compared."""

@@ -314,11 +314,14 @@ def plan_headers(plan: RoutePlan) -> Headers:
         return headers
     source = (plan.prefill or plan.decode).candidate
     overlap = max(source.overlap_tokens, source.predicted_tokens)
-    return (
+    headers = (
         *headers,
         (b"x-kvlb-trust", source.trust.encode()),
         (b"x-kvlb-overlap-tokens", b"%d" % overlap),
     )
+    if source.trust_reason is None:
+        return headers
+    return (*headers, (b"x-kvlb-trust-reason", source.trust_reason.encode()))
 
 
 @lru_cache(4096)

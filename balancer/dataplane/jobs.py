@@ -71,7 +71,7 @@ def note_plan(record: RequestRecord, plan: RoutePlan) -> None:
 def note_candidate(leg: LegRecord, candidate: Candidate) -> None:
     """Write down what the index said of the rank that gets the leg."""
     leg.rank = candidate.rank.rank
-    leg.trust = str(candidate.trust)
+    leg.trust, leg.trust_reason = str(candidate.trust), candidate.trust_reason
     leg.block_size = candidate.block_size
     if leg.overlap_tokens is not None:
         leg.held_tokens = candidate.overlap_tokens

@@ -60,7 +60,7 @@ class IndexWatch:
                     self._router.learn(fleet, known)
                     self._router.known_ranks.miss(ranks - known.keys())
         except TimeoutError:
-            self._router.lookups.problem = "the index doesn't answer"
+            self._router.lookups.note_late("the index doesn't answer")
         except Exception as error:  # noqa: BLE001 - as for a request: any backend, any fault
             self._router.lookups.note_failure(error)
         else:

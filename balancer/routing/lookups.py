@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import structlog
 
@@ -11,6 +12,7 @@ from indexer.core.types import RankId
 
 logger = structlog.get_logger(__name__)
 
+_REASONS: Final = {"timeout": "lookup_timeout", "failed": "lookup_failed"}
 _TOO_SLOW = "the index didn't answer within routing.lookup_timeout_s"
 _FAILURE_LOG_S = 30.0
 """Between two log lines about the same failure."""
@@ -36,6 +38,8 @@ class Lookups:
         self._failures = Throttle(_FAILURE_LOG_S)
         self.problem: str | None = None
         """Why lookups fail, as far as it was told; None: the last one didn't."""
+        self.reason: str | None = None
+        """The same as one of two words: `lookup_timeout`, `lookup_failed`."""
 
     async def match(
         self, prompts: tuple[Prompt, ...]
@@ -53,10 +57,10 @@ class Lookups:
             else:
                 async with asyncio.timeout(self._timeout_s()):
                     answers = await self._match_each(prompts)
-            self.problem = None
+            self.problem = self.reason = None
         except TimeoutError:
             outcome = "timeout"
-            self.problem = self.problem or _TOO_SLOW
+            self.note_late(self.problem or _TOO_SLOW)
         except Exception as error:  # noqa: BLE001 - any backend, any fault: route by load, count it
             outcome = "failed"
             self.note_failure(error)
@@ -77,17 +81,26 @@ class Lookups:
     def note_answer(self, took_s: float) -> None:
         """The index was asked outside of a request, and answered."""
         if took_s <= self._timeout_s():
-            self.problem = None
+            self.problem = self.reason = None
         else:
-            self.problem = _TOO_SLOW
+            self.note_late(_TOO_SLOW)
+
+    def note_late(self, problem: str) -> None:
+        """Nothing came in time."""
+        self.problem, self.reason = problem, _REASONS["timeout"]
 
     def note_failure(self, error: Exception) -> None:
         """Log it now and then: the counter has the rest."""
         # What a backend says of itself is fit to be shown; of a bug only its kind is.
         problem = str(error) if isinstance(error, BlockIndexError) else type(error).__name__
-        self.problem = problem
+        self.problem, self.reason = problem, _REASONS["failed"]
         if self._failures.admits((problem,), self._clock()):
             logger.warning("index_lookup_failed", error=problem)
+
+    @staticmethod
+    def lack(outcome: str) -> str | None:
+        """Why a request has no answer of the index, of a lookup that ended so."""
+        return _REASONS.get(outcome)
 
     def _count(self, outcome: str, seconds: float) -> None:
         if self._on_lookup:

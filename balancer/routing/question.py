@@ -18,9 +18,8 @@ from balancer.core.routing.plan import Candidate, Choice
 from balancer.core.routing.prefill_policy import SplitFacts, is_splittable
 from balancer.core.routing.refusals import find_refusal
 from balancer.core.settings.routing import RoutingSettings
-from indexer.core.types import InstanceId, RankId, Trust
+from indexer.core.types import InstanceId, RankId
 
-EVENTS_TELL = frozenset({Trust.EXACT, Trust.DEGRADED})
 CACHE_SHARE_BELIEVED = 0.5
 """Of a rank's cache: new prompt tokens after which what was computed before them may be evicted.
 Their answers take room, too, and nobody counts those as they grow."""
@@ -121,7 +120,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def leg(self, choice: Choice, kind: str) -> LegWork:
         """What booking `choice` means for its rank."""
         candidate = choice.candidate
-        is_confirmed = candidate.trust in EVENTS_TELL
+        is_confirmed = self.matches.is_confirmed(candidate)
         settings, is_one = self.settings, len(self.matches.prompts) == 1
         return LegWork(
             rank=candidate.rank,

@@ -102,10 +102,18 @@ class Router:
         return self._ranks.unknown
 
     def trust(self, rank: RankId) -> Trust:
-        """How far what is known of a rank's cache can be believed, as of the last lookups."""
-        known = self._ranks.trusts.get(rank, Trust.LOAD_ONLY)
+        """How far what is known of a rank's cache can be believed, as of the last lookups.
+
+        While they fail nothing is known by events, whatever was told before.
+        """
+        is_told = self.lookups.problem is None
+        known = self._ranks.trusts.get(rank, Trust.LOAD_ONLY) if is_told else Trust.LOAD_ONLY
         is_guessed = known is Trust.LOAD_ONLY and self._ledger.has_guesses(rank)
         return Trust.APPROXIMATE if is_guessed else known
+
+    def belief(self, rank: RankId) -> tuple[Trust, str | None]:
+        """The same, and why it isn't exact where that isn't the stream's doing."""
+        return self.trust(rank), self.lookups.reason or self._ranks.reasons.get(rank)
 
     def set_settings(self, settings: RoutingSettings, pd: PdSettings, policy: Policy) -> None:
         """Decide by these from the next request on."""
@@ -257,12 +265,13 @@ class Router:
                 by_rank, outcome = await self.lookups.match(prompt.prompts)
                 step.note("kvlb.lookup", outcome)
         else:
-            by_rank, _ = await self.lookups.match(prompt.prompts)
+            by_rank, outcome = await self.lookups.match(prompt.prompts)
         if by_rank:
             self.learn(fleet, by_rank[0])
         matches = PromptMatches(
             prompts=prompt.prompts,
             by_rank=by_rank,
+            unanswered=self.lookups.lack(outcome),
             block_sizes=self._ranks.block_sizes,
             trusts=self._ranks.trusts,
             tier_weights=self._tier_weights,

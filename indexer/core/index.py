@@ -249,6 +249,8 @@ class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     trust: Trust
     epoch: int
     """Another number than last time: the rank restarted, and what was known of it is void."""
+    reason: str | None = None
+    """Why trust is lower than was written, if it is: whoever writes has stopped (`core.pulse`)."""
 
     @property
     def tokens(self) -> int:

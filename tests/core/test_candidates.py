@@ -326,3 +326,46 @@ def test_memory_is_weighed_where_its_size_is_known(ledger: LocalLedger) -> None:
 
     assert found[0].memory == MemoryUse(active_tokens=80, need_tokens=32, capacity_tokens=5000)
     assert found[1].memory is None
+
+
+@pytest.mark.parametrize(
+    ("is_predicted", "trust"),
+    [(False, Trust.LOAD_ONLY), (True, Trust.APPROXIMATE)],
+    ids=["nothing-sent", "sent-there"],
+)
+def test_failed_lookup_is_never_exact(
+    ledger: LocalLedger, is_predicted: bool, trust: Trust
+) -> None:
+    """Whatever was told before: nothing is known by events now, and the lookup is why."""
+    asked = prompt(160)
+    if is_predicted:
+        predict(ledger, rank("a"), asked)
+    matches = PromptMatches(
+        prompts=(asked,),
+        unanswered="lookup_timeout",
+        block_sizes={},
+        trusts={rank("a"): Trust.EXACT},
+    )
+
+    found = matches.candidate(rank("a"), instance("a"), ledger)
+
+    assert (found.trust, found.trust_reason) == (trust, "lookup_timeout")
+    assert found.overlap_tokens == 0
+    assert matches.is_confirmed(found)
+
+
+def test_what_lowered_trust_is_told_of_the_rank_it_is_of(ledger: LocalLedger) -> None:
+    """A rank nobody keeps up has a reason, its neighbour none."""
+    silent = PrefixMatch(
+        tokens_by_tier={}, block_size=16, trust=Trust.DEGRADED, epoch=1, reason="indexer_silent"
+    )
+    matches = PromptMatches(
+        prompts=(prompt(160),),
+        by_rank=({rank("a"): silent, rank("b"): match(16)},),
+        block_sizes={},
+    )
+
+    found = [matches.candidate(rank(each), instance(each), ledger) for each in "abc"]
+
+    assert [each.trust_reason for each in found] == ["indexer_silent", None, None]
+    assert [matches.is_confirmed(each) for each in found] == [True, True, False]

@@ -116,6 +116,7 @@ def test_plan_shows_every_candidate_with_its_terms() -> None:
         "predicted_tokens": 32,
         "tokens_by_tier": {"gpu": 12, "cpu": 4},
         "trust": "exact",
+        "trust_reason": None,
         "block_size": 16,
         "cost": 0.4,
         "terms": {"queue": 0.3, "work": 0.1},

@@ -112,7 +112,7 @@ def test_instance_is_shown_with_its_ranks() -> None:
     ledger = LocalLedger(clock=lambda: 0.0)
     facts = {RankId(shown.id, 1): {"trust": "exact"}}
 
-    view = render_instance(shown, ledger, facts, lambda _: Trust.EXACT)
+    view = render_instance(shown, ledger, facts, lambda _: (Trust.EXACT, None))
 
     assert view["models"] == {"base": "base", "aliases": [], "adapters": ["one"]}
     assert [each["index"] for each in view["ranks"]] == [None, {"trust": "exact"}]
@@ -123,7 +123,10 @@ def test_instance_is_shown_with_its_ranks() -> None:
 def test_instance_without_models_is_shown() -> None:
     """It may not have answered yet."""
     view = render_instance(
-        instance("a", models=None), LocalLedger(clock=lambda: 0.0), {}, lambda _: Trust.LOAD_ONLY
+        instance("a", models=None),
+        LocalLedger(clock=lambda: 0.0),
+        {},
+        lambda _: (Trust.LOAD_ONLY, None),
     )
 
     assert view["models"] is None

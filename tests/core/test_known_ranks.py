@@ -73,6 +73,24 @@ def test_missed_rank_is_not_shown_but_remembered() -> None:
     assert known.facts().keys() == {A, B}
 
 
+def test_reason_is_kept_as_long_as_it_is_told() -> None:
+    """And no longer than the rank."""
+    lowered = PrefixMatch(
+        tokens_by_tier={}, block_size=16, trust=Trust.DEGRADED, epoch=1, reason="indexer_silent"
+    )
+    known = KnownRanks()
+    known.learn(BOTH, {A: lowered, B: lowered})
+    before = dict(known.reasons)
+    known.learn(BOTH, {A: match()})
+    known.miss({B})
+    after = dict(known.reasons)
+    known.learn(BOTH, {A: lowered, B: match()})
+    known.learn(frozenset({B}), {B: match()})
+
+    assert before == {A: "indexer_silent", B: "indexer_silent"}
+    assert after == known.reasons == {}
+
+
 @given(st.lists(st.integers(1, 3)))
 def test_restarts_are_the_changes_of_the_epoch(epochs: list[int]) -> None:
     """As many as neighbours that differ."""

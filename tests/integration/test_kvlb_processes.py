@@ -156,7 +156,7 @@ async def test_both_show_what_redis_refuses_and_what_is_known(
         server.command("REPLICAOF", "NO", "ONE")
         await until(is_well)
         server.stop()
-        await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
+        without = await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
         gone = (await kvlb.get(kvlb.balancer, "/status")).json()
 
     facts = [rank["index"] for each in shown["instances"] for rank in each["ranks"]]
@@ -164,6 +164,12 @@ async def test_both_show_what_redis_refuses_and_what_is_known(
     assert all(each["epoch"] > 0 for each in facts)
     assert shown["index_problem"] is None
     assert "is it running" in gone["index_problem"]
+    assert without.headers["x-kvlb-trust"] in {"load_only", "approximate"}
+    reasons = {"lookup_failed", "lookup_timeout"}
+    assert without.headers["x-kvlb-trust-reason"] in reasons
+    ranks = [rank for each in gone["instances"] for rank in each["ranks"]]
+    assert "exact" not in {each["trust"] for each in ranks}
+    assert {each["trust_reason"] for each in ranks} <= reasons
 
 
 async def test_balancer_shows_an_index_that_nobody_fills(

@@ -80,10 +80,10 @@ def render_instance(
     instance: Instance,
     ledger: LoadLedger,
     facts: RankFacts,
-    trust: Callable[[RankId], Trust],
+    trust: Callable[[RankId], tuple[Trust, str | None]],
     breaker: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any]:
-    """One instance for `/status`. `trust` is what routing believes of a rank."""
+    """One instance for `/status`. `trust` is what routing believes of a rank, and why no more."""
     models = instance.models
     return {
         "alias": instance.alias,
@@ -107,7 +107,8 @@ def render_instance(
         "ranks": [
             {
                 "rank": rank.rank,
-                "trust": trust(rank).value,
+                "trust": trust(rank)[0].value,
+                "trust_reason": trust(rank)[1],
                 "load": to_builtins(ledger.load(rank)),
                 "index": facts.get(rank),
             }

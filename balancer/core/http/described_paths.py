@@ -181,6 +181,7 @@ _HEADERS: Final = {
     "x-kvlb-reason": "Why it was routed like that.",
     "x-kvlb-overlap-tokens": "How much of the prompt was expected to be cached.",
     "x-kvlb-trust": "How far that can be believed.",
+    "x-kvlb-trust-reason": "Why no further, if the index couldn't be asked or nobody keeps it up.",
     "x-kvlb-retries": "How often something was tried again.",
 }
 _REFUSALS: Final = {

@@ -7,7 +7,8 @@ Rules:
 3. Overlap is what events say; predicted overlap adds what is on its way there without a gap. A
    rank that isn't trusted (`load_only`) holds nothing by events; if blocks of earlier legs are
    guessed to be there it is `approximate`. Several prompts add up. A failed lookup
-   costs the overlap; that the rank has events at all stays known.
+   costs the overlap, and trust for that request: `load_only`, or `approximate` where blocks are
+   predicted, with the lookup as the reason. That the rank has events at all stays known.
 4. What lies on slower tiers is held, and has to be loaded: a weight per tier says what it is worth.
 5. The engine computes the last prompt token in any case: overlap is at most tokens - 1.
 
@@ -41,6 +42,7 @@ USUAL_BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 4
 REFUSED_TOKENS = 1
 """Of an answer with a limit that engines refuse."""
+_EVENTS_TELL: Final = frozenset({Trust.EXACT, Trust.DEGRADED})
 MAX_GUESSED_TOKENS = 8192
 """A body of images or audio says little about its tokens."""
 
@@ -51,10 +53,12 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompts: tuple[Prompt, ...] = ()
     by_rank: tuple[Mapping[RankId, PrefixMatch], ...] = ()
     """One answer of the index per prompt; empty if it gave none."""
+    unanswered: str | None = None
+    """Why it gave none, though it was asked."""
     block_sizes: Mapping[RankId, int]
     """Last block size seen in each rank's events."""
     trusts: Mapping[RankId, Trust] = msgspec.field(default_factory=dict)
-    """Last known trust of each rank, for a lookup that got no answer."""
+    """Last known trust of each rank, for when there is no answer."""
     tier_weights: Mapping[Tier, float] = msgspec.field(default_factory=dict)
     """What a held token is worth by its tier; 1 where nothing is said."""
 
@@ -77,20 +81,28 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         size = self.block_size(rank)
         return tuple(accumulate(len(prompt.keys(size)) for prompt in self.prompts))
 
+    def is_confirmed(self, candidate: Candidate) -> bool:
+        """Whether events will tell what a leg leaves there."""
+        if self.unanswered is None:
+            return candidate.trust in _EVENTS_TELL
+        return self.trusts.get(candidate.rank) in _EVENTS_TELL
+
     def candidate(self, rank: RankId, instance: Instance, ledger: LoadLedger) -> Candidate:
         """`rank` with what it holds of the prompts."""
         overlap_tokens = predicted_tokens = used_blocks = 0
         by_tier: Mapping[Tier, int] = {}
         # A rank that an answer leaves out has no events; a missing answer says nothing of it.
         silent = Trust.LOAD_ONLY
-        trust = silent if self.by_rank else self.trusts.get(rank, silent)
+        is_told = bool(self.by_rank) or self.unanswered is not None
+        trust = silent if is_told else self.trusts.get(rank, silent)
+        reason = self.unanswered
         known_size = self.block_sizes.get(rank)
         size, by_rank = known_size or self.block_size(rank), self.by_rank
         for number, prompt in enumerate(self.prompts):
             match = by_rank[number].get(rank) if by_rank else None
             held_tokens = 0
             if match is not None and match.trust is not silent:
-                trust, more = match.trust, match.tokens_by_tier
+                trust, reason, more = match.trust, match.reason, match.tokens_by_tier
                 held_tokens = sum(more.values())
                 by_tier = Counter(by_tier) + Counter(more) if by_tier else more
             overlap_tokens += held_tokens
@@ -103,7 +115,8 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 coming_tokens = min(held_blocks + coming_blocks, limit_blocks) * size
                 held_tokens = max(held_tokens, coming_tokens)
             predicted_tokens += held_tokens
-        if trust is silent and ledger.has_guesses(rank):
+        is_predicted = self.unanswered is not None and predicted_tokens > 0
+        if trust is silent and (is_predicted or ledger.has_guesses(rank)):
             trust = Trust.APPROXIMATE
         return Candidate(
             rank=rank,
@@ -113,6 +126,7 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             tokens_by_tier=by_tier,
             loading_tokens=self._loading_tokens(by_tier) if by_tier else 0.0,
             trust=trust,
+            trust_reason=reason,
             block_size=known_size,
             used_blocks=used_blocks,
         )

@@ -103,6 +103,7 @@ def render_choice(choice: Choice) -> Mapping[str, Any]:
         "predicted_tokens": candidate.predicted_tokens,
         "tokens_by_tier": {tier.value: each for tier, each in candidate.tokens_by_tier.items()},
         "trust": candidate.trust.value,
+        "trust_reason": candidate.trust_reason,
         "block_size": candidate.block_size,
         "cost": _number(choice.cost_s),
         "terms": _terms(choice.terms),

@@ -24,6 +24,8 @@ class KnownRanks:
     def __init__(self) -> None:
         self.block_sizes: dict[RankId, int] = {}
         self.trusts: dict[RankId, Trust] = {}
+        self.reasons: dict[RankId, str] = {}
+        """Of those whose trust is lower than was written."""
         self.unknown = 0
         """Ranks that the fleet doesn't have, summed over lookups."""
         self._epochs: dict[RankId, int] = {}
@@ -43,6 +45,10 @@ class KnownRanks:
             self._epochs[rank] = match.epoch
             self._missed.discard(rank)
             self.trusts[rank] = match.trust
+            if match.reason is not None:
+                self.reasons[rank] = match.reason
+            elif self.reasons:
+                self.reasons.pop(rank, None)
             if match.block_size is not None:
                 self.block_sizes[rank] = match.block_size
         if fleet is not self._fleet:
@@ -54,12 +60,14 @@ class KnownRanks:
         self._missed |= ranks
         for rank in ranks & self.trusts.keys():
             del self.trusts[rank]
+            self.reasons.pop(rank, None)
 
     def _keep_only(self, fleet: Set[RankId]) -> None:
         self._fleet = fleet
         for rank in self._epochs.keys() - fleet:
             del self._epochs[rank]
             self.trusts.pop(rank, None)
+            self.reasons.pop(rank, None)
             self.block_sizes.pop(rank, None)
         self._missed &= fleet
 

@@ -53,6 +53,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loading_tokens: float = 0.0
     """Tokens that could be computed in the time that loading from slower tiers takes."""
     trust: Trust = Trust.LOAD_ONLY
+    trust_reason: str | None = None
+    """Why it isn't exact, where that isn't the stream's doing: `lookup_timeout`, `lookup_failed`,
+    `indexer_silent`."""
     block_size: int | None = None
     used_blocks: int = 0
     """Leading blocks of the first prompt that requests in flight use there."""

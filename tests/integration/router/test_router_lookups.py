@@ -1,7 +1,7 @@
 """Lookups of the index: slow, failing, many at once, or none at all."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -15,7 +15,7 @@ from balancer.core.routing.policies import named_policy
 from balancer.core.settings.routing import RoutingSettings
 from balancer.routing.router import Router
 from indexer.core.index import IndexUnavailableError, PrefixMatch, Prompt
-from indexer.core.types import RankId
+from indexer.core.types import RankId, Trust
 
 RankOf = Callable[[str], RankId]
 InstanceOf = Callable[..., Instance]
@@ -36,6 +36,39 @@ async def test_a_slow_index_costs_the_overlap_not_the_request(
     assert monotonic() - started_s < 5
     assert route.plan.decode.candidate.overlap_tokens == 0
     assert bench.lookups == ["timeout"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [({"delay_s": 30}, "lookup_timeout"), ({"error": OSError()}, "lookup_failed")],
+    ids=["slow", "broken"],
+)
+async def test_nothing_is_exact_while_lookups_fail(
+    bench: Any,
+    broken: Mapping[str, Any],
+    reason: str,
+    rank: RankOf,
+    ask: Ask,
+    view: View,
+    pair: Fleet,
+) -> None:
+    """Neither for the request nor in `/status`, however exact the rank was; and back by itself."""
+    bench.index.held_tokens = {rank("a"): 0, rank("b"): 0}
+    router = bench.build()
+    await router.explain(pair, ask(), view())
+    before = router.belief(rank("a"))
+    for name, value in broken.items():
+        setattr(bench.index, name, value)
+    plan = await router.explain(pair, ask(), view())
+    during = router.belief(rank("a"))
+    bench.index.delay_s, bench.index.error = 0, None
+    again = await router.explain(pair, ask(), view())
+
+    assert before == router.belief(rank("a")) == (Trust.EXACT, None)
+    assert during == (Trust.LOAD_ONLY, reason)
+    shown = plan.decode.candidate
+    assert (shown.trust, shown.trust_reason) == (Trust.LOAD_ONLY, reason)
+    assert again.decode.candidate.trust is Trust.EXACT
 
 
 async def test_a_failing_index_is_logged_once_per_outage(

@@ -127,9 +127,18 @@ async def test_same_epoch_keeps_predictions(
     assert plan.decode.candidate.predicted_tokens > 0
 
 
-@pytest.mark.parametrize("fault", ["nothing-stored", "lookup-fails"])
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("nothing-stored", Trust.EXACT), ("lookup-fails", Trust.LOAD_ONLY)],
+)
 async def test_rank_with_events_is_believed_for_no_longer_than_one(
-    bench: Any, fault: str, rank: RankOf, instance: InstanceOf, ask: Ask, view: View
+    bench: Any,
+    fault: str,
+    told: Trust,
+    rank: RankOf,
+    instance: InstanceOf,
+    ask: Ask,
+    view: View,
 ) -> None:
     """It has no block size yet, or this one lookup failed: its events still come."""
     now_s = [0.0]
@@ -147,5 +156,5 @@ async def test_rank_with_events_is_believed_for_no_longer_than_one(
     now_s[0] += 5
 
     plan = await router.explain(alone, ask(), view())
-    assert trust is Trust.EXACT
+    assert trust is told
     assert plan.decode.candidate.predicted_tokens == 0
