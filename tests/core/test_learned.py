@@ -66,7 +66,6 @@ def answer_whole(
         whole = WholeAnswer(
             seconds=0.02 + tokens * s_per_token + 100 * 0.02,
             uncached_tokens=tokens,
-            ahead_tokens=tokens,
             computed_tokens=tokens,
             tokens=101,
             others=0,

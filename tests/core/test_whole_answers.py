@@ -27,7 +27,6 @@ def seen(sizes: Sizes, *, answers: int = 200, wait_s: float = 0.1) -> float | No
         answer = WholeAnswer(
             seconds=waited_s + PREFILL_S * computed + STEP_S * generated,
             uncached_tokens=computed,
-            ahead_tokens=computed,
             computed_tokens=computed,
             tokens=generated,
             others=0,
@@ -74,7 +73,6 @@ def test_who_stays_longer_is_not_slower_at_prompts() -> None:
         answer = WholeAnswer(
             seconds=seconds,
             uncached_tokens=own,
-            ahead_tokens=own,
             computed_tokens=own + round(10_000 * seconds),
             tokens=128,
             others=0,
@@ -100,7 +98,6 @@ def test_a_rank_that_has_changed_is_followed() -> None:
         answer = WholeAnswer(
             seconds=pace * computed + 2.56,
             uncached_tokens=computed,
-            ahead_tokens=computed,
             computed_tokens=computed,
             tokens=128,
             others=0,

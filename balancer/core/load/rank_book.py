@@ -48,10 +48,8 @@ class BookedLeg(msgspec.Struct, eq=False):
     """Prefill seconds it counts for; 0 for a `decode` leg."""
     alone_s: float = 0.0
     """To its first token on an idle rank; 0 for a `decode` leg."""
-    ahead_tokens: int = 0
-    """To be computed there when it was booked, its own not among them."""
-    sent_before: int = 0
-    """Of `sent_tokens` of its rank, when it was booked."""
+    computed_before: int = 0
+    """Tokens that its rank had computed when it was booked, as far as expected."""
     expected_s: float = 0.0
     """To its first token, by the prompts before it and its own."""
     promises: Sequence[Promise] = ()
@@ -143,7 +141,7 @@ class RankBook:
     def queue_up(self, leg: BookedLeg, now_s: float) -> None:
         """It is to be computed, behind those that are queued."""
         tokens = leg.work.uncached_tokens
-        leg.ahead_tokens, leg.sent_before = self.queued_tokens, self.sent_tokens
+        leg.computed_before = self.sent_tokens - self.queued_tokens
         self.sent_tokens += tokens
         self.queued_tokens += tokens
         self.queue[leg.number] = leg
@@ -154,11 +152,10 @@ class RankBook:
         expected = uncached = leg.work.uncached_tokens
         if leg.cached_tokens is not None:
             uncached = max(0, leg.work.prompt_tokens - leg.cached_tokens)
-        computed = self.sent_tokens - self.queued_tokens - leg.sent_before + leg.ahead_tokens
+        computed = self.sent_tokens - self.queued_tokens - leg.computed_before
         return WholeAnswer(
             seconds=now_s - leg.booked_s,
             uncached_tokens=uncached,
-            ahead_tokens=leg.ahead_tokens + uncached,
             computed_tokens=computed - expected + uncached,
             tokens=leg.output_tokens or 0,
             others=(leg.others + self.decoding) / 2,
