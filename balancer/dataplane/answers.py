@@ -181,7 +181,10 @@ class AnswerPasser:
 
     def _pass_held(self, decoded: DecodeAnswer, held: bytes, headers: Headers) -> Awaitable[None]:
         usage = usage_of(held)
-        if len(held) < _WORDLESS_BYTES or usage is None or not usage.completion_tokens:
+        may_be_wordless = (
+            len(held) < _WORDLESS_BYTES or usage is None or not usage.completion_tokens
+        )
+        if may_be_wordless and decoded.answer.status == 200:
             check_words(held, decoded.leg, is_handed=decoded.is_handed)
         decoded.guard.first_token()
         _note_usage(decoded, usage)

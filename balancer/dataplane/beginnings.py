@@ -3,7 +3,8 @@
 Rules:
 
 1. An error status is the engine's refusal, with its body. So is an error inside a 200, as if it had
-   had its status (`core.http.told_error`); an engine that gave up without a word told one.
+   had its status (`core.http.told_error`); an engine that gave up without a word told one. Other statuses
+   (redirects) pass as they are.
 2. Of an event stream whatever comes before the first token waits for it: engines send a 200, and
    some a chat's opening, before they have computed or loaded anything. A stream that ends or
    begins with an error there has failed like any answer, so another instance may be tried. It is
@@ -151,7 +152,9 @@ async def gather(answer: UpstreamAnswer, first: bytes) -> bytes:
 
 async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
     held = held or await _next_chunk(answer)
-    if not held and answer.status == 200:
+    if answer.status != 200:
+        return held  # a redirect, whatever its body says
+    if not held:
         raise EngineClosedError(_EMPTY)
     if answer.is_event_stream:
         return await _stream_beginning(answer, leg, held)

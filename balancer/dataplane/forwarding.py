@@ -5,8 +5,8 @@ Rules:
 1. The body passes untouched, whatever it is (`core.http.forwarded` says what little is read of it).
 2. One retry elsewhere, as for generated answers: only while nothing has been answered. An instance
    that doesn't have the path is followed by another without one; the last one's words are the
-   answer. A 500 is followed by another where the prompt is run while the client waits (an engine
-   that died says so), not of what may have changed something.
+   answer. A 500 is followed by another where a model is run while the client waits (an engine
+   that died says so), not of what may have changed something. No instance is asked twice.
 3. Of what runs a prompt nothing passes before its first word (`dataplane.beginnings`), but of a
    response in the background, which its client may ask for by its id from then on.
 4. A response that an instance keeps (Responses API) is asked of that instance, and what goes on
@@ -61,6 +61,11 @@ class _Errand:
     def is_awaited(self) -> bool:
         """A prompt is run, and nothing of it is kept before its answer has come."""
         return self.request.use.generates and not self.read.background
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whatever an engine has done of it before it failed, another may do it again."""
+        return self.request.use.infers and not self.read.background
 
 
 class Forwarding:
@@ -222,7 +227,7 @@ class Forwarding:
             self._stored.drop(kept)
             return
         is_lacking = may_lack(status) and errand.request.method != "HEAD"
-        if is_lacking or status == 503 or (status == 500 and errand.is_awaited):
+        if is_lacking or status == 503 or (status == 500 and errand.may_repeat):
             body = await answer.read(MAX_ERROR_BYTES)
             if says_lacking(status, body):
                 self._placing.lacking.note(place.instance.id, path, self._clock())

@@ -35,6 +35,10 @@ def test_memory_is_bounded() -> None:
     ("status", "body", "expected"),
     [
         (404, b'{"error":{"message":"Not Found","type":"Not Found","code":404}}', True),
+        (404, b'{"object":"error","message":"Not Found","type":"Not Found","code":404}', True),
+        (404, b'{"object":"error","message":"no x","type":"NotFoundError","code":404}', False),
+        (404, b'{"object":"error","message":"Not Found","type":["Not Found"]}', False),
+        (404, b'{"type":"Not Found"}', False),
         (404, b'{"detail":"Not Found"}', True),
         (404, b"", True),
         (404, b'{"error":{"message":"The model x","type":"NotFoundError","code":404}}', False),

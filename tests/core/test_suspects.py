@@ -6,9 +6,15 @@ from hypothesis import strategies as st
 
 from balancer.core.errors import (
     BalancerError,
+    ConnectTimeoutError,
     EngineClosedError,
+    EngineError,
+    EngineLostError,
+    EngineRefusedError,
+    EngineUnreachableError,
     HandOverFailedError,
     LeaseEndedError,
+    StreamCutError,
 )
 from balancer.core.fleet.snapshot import Instance, Role
 from balancer.core.reliability.suspects import Suspects
@@ -118,6 +124,11 @@ def test_the_latest_failure_is_known_by_itself() -> None:
             id="hand-over-and-answer",
         ),
         pytest.param(
+            [(CLOSED, plan("d1", "p0")), (NOT_LOADED, plan("d0", "p0"))],
+            [{"p0", "d1"}, {"p0", "d1"}, {"d0", "d1"}],
+            id="answer-and-hand-over",
+        ),
+        pytest.param(
             [(NOT_LOADED, plan("d0", "p0")), (NOT_LOADED, plan("d1", "p0"))],
             [{"p0"}, {"p0"}, {"d0", "d1"}],
             id="nobody-can-load",
@@ -133,3 +144,33 @@ def test_who_was_to_load_is_out_in_place_of_who_handed_over(
         suspects.note(error, failed)
 
     assert [names(each) for each in suspects.exclusions()] == exclusions
+
+
+def refused(status: int) -> EngineRefusedError:
+    return EngineRefusedError(status, (), b"", alias="d0")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_spent"),
+    [
+        (CLOSED, True),
+        (StreamCutError("cut"), True),
+        (EngineLostError("lost"), True),
+        (refused(500), True),
+        (refused(503), False),
+        (EngineUnreachableError("no"), False),
+        (ConnectTimeoutError("late"), False),
+    ],
+)
+def test_what_may_be_the_prompts_doing_is_asked_of_nobody_twice(
+    error: EngineError, is_spent: bool
+) -> None:
+    """Who was full or out of reach saw nothing of it, and may be asked when nobody else is left."""
+    suspects = Suspects()
+    suspects.note(error, plan("d0"))
+    suspects.note(refused(503), plan("d1"))
+
+    assert [names(each) for each in suspects.exclusions()] == [
+        {"d0", "d1"},
+        {"d0", "d1"} if is_spent else {"d1"},
+    ]

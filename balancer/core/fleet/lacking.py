@@ -59,5 +59,7 @@ def says_lacking(status: int, body: bytes) -> bool:
     if read.get("detail") == "Not Found":
         return True
     error: Any = read.get("error")
+    if read.get("object") == "error":  # up to 0.10.0
+        error = read
     kind = error.get("type") if isinstance(error, dict) else None
-    return kind in _SWITCHED_OFF
+    return isinstance(kind, str) and kind in _SWITCHED_OFF

@@ -40,6 +40,8 @@ class EnginePath:
     methods: tuple[str, ...] = ("POST",)
     generates: bool = False
     """It runs a prompt on one rank of an instance, as the scored paths do."""
+    infers: bool = False
+    """It runs a model over what it is sent, and keeps nothing: it may be done again elsewhere."""
     makes_response: bool = False
     """Its answers are kept by the instance that gave them, under an id."""
     endpoint: Endpoint | None = None
@@ -51,11 +53,13 @@ class EnginePath:
 
 
 _FORWARD = EnginePath(use=PathUse.FORWARD)
-_FORWARD_GENERATE = EnginePath(use=PathUse.FORWARD, generates=True)
+_FORWARD_INFER = EnginePath(use=PathUse.FORWARD, infers=True)
+_FORWARD_GENERATE = EnginePath(use=PathUse.FORWARD, generates=True, infers=True)
 _READ = ("GET", "HEAD")
 
 _PATHS = {
-    each.value: EnginePath(use=PathUse.GENERATE, generates=True, endpoint=each) for each in SPLIT
+    each.value: EnginePath(use=PathUse.GENERATE, generates=True, infers=True, endpoint=each)
+    for each in SPLIT
 } | dict.fromkeys(
     (
         "/v1/chat/completions/render",
@@ -65,6 +69,14 @@ _PATHS = {
         "/v1/responses/render",
         "/v1/messages/count_tokens",
         "/v1/messages/render",
+        "/cohere/v2/chat/render",
+        "/tokenize",
+        "/detokenize",
+    ),
+    _FORWARD,
+)
+_PATHS |= dict.fromkeys(
+    (
         "/v1/embeddings",
         "/v2/embed",
         "/pooling",
@@ -76,11 +88,8 @@ _PATHS = {
         "/v2/rerank",
         "/v1/systemone",
         "/v1/decisions",
-        "/cohere/v2/chat/render",
-        "/tokenize",
-        "/detokenize",
     ),
-    _FORWARD,
+    _FORWARD_INFER,
 )
 _PATHS |= dict.fromkeys(
     (
@@ -97,6 +106,7 @@ _PATHS |= {
     each.value: EnginePath(
         use=PathUse.FORWARD,
         generates=True,
+        infers=True,
         scored=each,
         makes_response=each is Endpoint.RESPONSES,
     )

@@ -11,7 +11,8 @@ Cost: two counts per request.
 
 from balancer.core.errors import BalancerError, ConnectTimeoutError, EngineUnreachableError
 
-_UNSEEN = (EngineUnreachableError, ConnectTimeoutError)
+UNSEEN = (EngineUnreachableError, ConnectTimeoutError)
+"""What an engine has seen nothing of."""
 
 
 class Tries:
@@ -24,11 +25,11 @@ class Tries:
 
     def has_after(self, error: BalancerError) -> bool:
         """Whether there may be another attempt after this failure."""
-        return self._seen_left > 0 or (self._unseen_left > 0 and isinstance(error, _UNSEEN))
+        return self._seen_left > 0 or (self._unseen_left > 0 and isinstance(error, UNSEEN))
 
     def spend(self, error: BalancerError) -> None:
         """There is one."""
-        if self._unseen_left > 0 and isinstance(error, _UNSEEN):
+        if self._unseen_left > 0 and isinstance(error, UNSEEN):
             self._unseen_left -= 1
         else:
             self._seen_left -= 1

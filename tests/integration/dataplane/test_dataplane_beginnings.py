@@ -365,7 +365,7 @@ async def test_a_transfer_is_named_to_its_source_once(
 async def test_who_failed_first_is_asked_again_when_nobody_else_is_left(
     engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient
 ) -> None:
-    """It may be well again; who failed just now isn't asked at once."""
+    """It was full, and may have room again; who refused just now isn't asked at once."""
     failures: list[str] = []
 
     def failing_once(name: str) -> Any:
@@ -374,7 +374,7 @@ async def test_who_failed_first_is_asked_again_when_nobody_else_is_left(
                 await answer_ok(received, wire)
             else:
                 failures.append(name)
-                wire.reset()
+                await wire.json({"error": {"message": "full"}}, 503)
 
         return script
 

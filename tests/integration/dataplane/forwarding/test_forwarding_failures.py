@@ -32,6 +32,15 @@ RUN = [
     "/v1/chat/completions/batch",
     "/generative_scoring",
     "/invocations",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
 ]
 
 
@@ -40,10 +49,10 @@ RUN = [
     [
         *(pytest.param(path, {}, 200, id=path) for path in RUN),
         pytest.param("/v1/responses", {"background": True}, 500, id="background"),
-        pytest.param("/tokenize", {}, 500, id="no-prompt-run"),
+        pytest.param("/tokenize", {}, 500, id="no-model-run"),
     ],
 )
-async def test_engine_that_died_is_followed_where_a_prompt_is_run(
+async def test_engine_that_died_is_followed_where_a_model_is_run(
     engine: Any,
     balancer: Any,
     instance: Any,
@@ -74,14 +83,29 @@ async def test_engine_that_died_is_followed_where_a_prompt_is_run(
     assert (b"EngineCore died" in answer.content) == (status == 500)
 
 
+MISSING = {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param({"error": MISSING}, id="0.10.1"),
+        pytest.param({"object": "error", **MISSING}, id="0.10.0"),
+        pytest.param({"detail": "Not Found"}, id="router"),
+    ],
+)
 async def test_instance_without_the_path_is_passed_over(
-    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, echo: Any
+    engine: Any,
+    balancer: Any,
+    instance: Any,
+    client: httpx.AsyncClient,
+    echo: Any,
+    said: dict[str, Any],
 ) -> None:
     """In a fleet of mixed releases the others serve it, and it isn't asked again for a while."""
 
     async def too_old(received: Any, wire: Any) -> None:
-        error = {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
-        await wire.json({"error": error}, 404)
+        await wire.json(said, 404)
 
     async with engine(too_old) as old, engine(echo) as new:
         async with balancer(instance(old, "e0"), instance(new, "e1")) as proxy:
