@@ -14,7 +14,7 @@ key itself.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, lcm
@@ -98,6 +98,12 @@ class _Life:
         self.block_size = self.fulls[0].spec.block_size if self.fulls else None
         self.only = holding.shared if len(self.groups) == 1 else None
         self.step_tokens = lcm(*(each.spec.block_size for each in ordered))
+
+    def forget(self) -> None:
+        """No group is known."""
+        self.groups, self.fulls, self.others = {}, [], []
+        self.only = self.block_size = None
+        self.step_tokens = 1
 
 
 class MemoryIndex:
@@ -187,7 +193,7 @@ class MemoryIndex:
         elif isinstance(change, BlocksShared):
             life.describe(_Holding(life.groups[change.group].spec, change.blocks))
         elif isinstance(change, AllDropped):
-            self._empty(life, list(life.groups.values()))
+            self._empty(life)
         else:
             self._describe(life, change)
 
@@ -197,10 +203,10 @@ class MemoryIndex:
             for key in change.keys:
                 pop(key, None)
 
-    def _empty(self, life: _Life, holdings: Iterable[_Holding]) -> None:
-        for holding in holdings:
+    def _empty(self, life: _Life) -> None:
+        for holding in life.groups.values():
             self._leave(holding)
-            life.describe(_Holding(holding.spec, holding.shared))
+        life.forget()
 
     def _describe(self, life: _Life, spec: GroupSpec) -> None:
         known = life.groups.get(spec.group)

@@ -1,8 +1,8 @@
 """Writes one rank's ordered batches to the index: decode, turn into changes, apply.
 
 A batch that can't be decoded, an event that can't be used, and a batch that names another rank than
-its connection's are counted by reason and logged at most once per interval. Everything else was
-decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `core.refusals`).
+its connection's are counted by reason and logged at most once per interval. Blocks of one token are
+warned of once per rank: each token is a row of the index then. Everything else was decided before (`core.stream`) or is decided by the core (`core.rank_blocks`, `core.refusals`).
 """
 
 from collections import Counter
@@ -77,6 +77,7 @@ class RankWriter:
         self._means = means
         self._counts = counts
         self._set_aside: Counter[str] = Counter()
+        self._is_size_warned = False
         self._throttle = Throttle(means.config.log_interval_s)
         self._blocks = self._new_blocks()
         self.recent = self._new_recent()
@@ -149,18 +150,24 @@ class RankWriter:
         except UndecodableBatchError as error:
             self._reject("undecodable_batch", detail=str(error))
             self.applied_seq = effect.seq
-            return BatchOutcome(has_refusals=True, orphans=self._blocks.orphans)
+            return BatchOutcome(
+                has_refusals=True,
+                is_unfollowed=self._blocks.is_unfollowed,
+                orphans=self._blocks.orphans,
+            )
         for reason in batch.rejected:
             self._reject(reason)
         self.recent.note(self._means.clock(), batch)  # first: see `core.contradictions`, rule 2
         await self.keeper.apply(self._blocks, effect.seq, batch, effect.payload)
         self._note(effect, batch)
         self._check_rank(batch)
+        self._check_sizes()
         set_aside = self._take_set_aside()
         return BatchOutcome(
             is_cleared=has_clear(batch.events),
             has_refusals=self._has_refused(set_aside, batch) or has_lost_events(batch.rejected),
             is_bound_hit="bound_evicted" in set_aside,
+            is_unfollowed=self._blocks.is_unfollowed,
             orphans=self._blocks.orphans,
         )
 
@@ -232,6 +239,15 @@ class RankWriter:
         if batch.rank is not None and batch.rank != self._source.rank.rank:
             self._counts.wrong_rank += 1
             self._log(_logger.warning, "wrong_rank", reason=str(batch.rank))
+
+    def _check_sizes(self) -> None:
+        if not self._is_size_warned and self._blocks.has_one_token_blocks:
+            self._is_size_warned = True
+            _logger.warning(
+                "one_token_blocks",
+                **self.names(),
+                remedy="start the engine with a larger --block-size: each token is a row of the index",
+            )
 
     def _take_set_aside(self) -> Counter[str]:
         """What the newest batch added to it, by reason."""

@@ -57,9 +57,6 @@ whose engines restart, compared after each step with a model that works every an
 `HYPOTHESIS_PROFILE=deep python -m pytest --timeout 3600 tests/conformance/index_lives` plays 300 lives of up to 40 steps in memory, as many in Redis and
 as many over shared tables. On 2026-11-30 there was no difference in any of the three (five minutes). The run before it had found one in the model:
 an engine that restarts, is asked twice in vain and publishes nothing loses its old blocks only when it is asked again.
-
-On that day, too, `make sabotage` had 85 of the first 86 rows noticed, up to those of instances that fail their requests (of what a fault does to the index: all);
-the other one, an error inside a 200, was caught twice in its test's case by then, and has another case since.
 """
 
 Fault = dict[str, Any]

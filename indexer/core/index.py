@@ -84,7 +84,7 @@ class BlocksDropped(msgspec.Struct, frozen=True, gc=False):
 
 
 class AllDropped(msgspec.Struct, frozen=True, gc=False):
-    """Nothing is held any more, in any group or tier. The epoch goes on."""
+    """Nothing is held any more, in any tier, and no group is known. The epoch goes on."""
 
 
 Holds = Callable[[BlockKey], bool]

@@ -8,7 +8,8 @@ Rules:
    and state groups by `core.window_group`; `core.rank_groups` tells which. Other kinds are counted
    and ignored.
 2. An event that contradicts itself is counted and costs only itself.
-3. A reset can't be told apart by tier or group, so it empties everything.
+3. A reset can't be told apart by tier or group, so it empties everything, and what groups there are
+   is told anew.
 4. With `keeps_rows` every update carries what a restarted indexer needs of the blocks that it
    touched; `restore` takes that over, `snapshot` tells all of it anew.
 5. With a tree that `is_read` the index reads full groups' tables (`core.index`, rule 7).
@@ -127,6 +128,16 @@ class RankBlocks:
     def groups(self) -> Mapping[int, GroupSpec]:
         """What is known of each group."""
         return {number: group.spec for number, group in self._known.items()}
+
+    @property
+    def is_unfollowed(self) -> bool:
+        """What the engine stores is refused for its group (`core.rank_groups`, rule 5)."""
+        return self._groups.is_unfollowed
+
+    @property
+    def has_one_token_blocks(self) -> bool:
+        """A block size of 1: ten times the rows of a usual one, or more."""
+        return any(group.spec.block_size == 1 for group in self._known.values())
 
     def first_full(self) -> FullGroup | None:
         """The full group that matches are made of; None: there is none yet."""
@@ -298,8 +309,7 @@ class RankBlocks:
             group.recall(hashes, _TIER_NUMBER[event.tier])
 
     def _clear(self, _event: AllBlocksCleared) -> None:
-        for group in self._known.values():
-            group.clear()
+        self._groups.forget()
         self._adapters.clear()
         self._store_only.clear()
         self._is_cleared = True
@@ -307,7 +317,7 @@ class RankBlocks:
     def _take_changes(self) -> list[Change]:
         changes = self._groups.take_new()
         if self._is_cleared:
-            changes.append(AllDropped())
+            changes.insert(0, AllDropped())
             self._is_cleared = False
         for number, group in self._known.items():
             changes += group.changes.take(number)

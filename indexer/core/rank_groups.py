@@ -9,6 +9,10 @@ Rules:
    hashes, the only one always. Once they don't, it is taken for a window of unknown width, which
    limits nothing, and ignored.
 3. Window groups ask full ones for the keys of their hashes at the end of each batch.
+4. After a clear all of this begins anew: a group that isn't told of again limits no hit, and one
+   that was taken for a window may turn out to be full.
+5. A rank is unfollowed while its stores are refused for their group: any, without a full group; with
+   one, many in a row without a kind. Its full group is one that the engine doesn't use, then.
 
 Cost: nothing for an event whose group is known, of its block size and kind.
 """
@@ -25,6 +29,9 @@ from indexer.core.window_group import WindowGroup
 
 Group = FullGroup | WindowGroup
 
+_MOST_REFUSED = 64
+"""Stores of other groups in a row: a window with small blocks publishes more often than a full group."""
+
 
 class RankGroups:
     """Of one rank in one epoch."""
@@ -35,6 +42,7 @@ class RankGroups:
         "_max_parked_blocks",
         "_model",
         "_new",
+        "_refused_in_row",
         "_tree",
         "by_number",
         "fulls",
@@ -66,6 +74,12 @@ class RankGroups:
         self._max_parked_blocks = max_parked_blocks
         self._keeps_rows = keeps_rows
         self._new: list[Change] = []
+        self._refused_in_row = 0
+
+    @property
+    def is_unfollowed(self) -> bool:
+        """What the engine stores is refused for its group: nothing is known of its cache."""
+        return self._refused_in_row > (_MOST_REFUSED if self.fulls else 0)
 
     def for_event(self, event: BlockStored) -> Group | None:
         """Group an event with tokens belongs to; None if it can't be used, which is counted."""
@@ -79,8 +93,10 @@ class RankGroups:
             return None
         is_sure = event.kind is not None or (not event.group and len(self.fulls) == 1)
         if not is_sure and not self._looks_full(event, group):
-            self._counts["unsupported_group"] += 1
+            self._refuse(event)
             return None
+        if event.kind is None:
+            self._refused_in_row = 0
         return group
 
     def add(self, spec: GroupSpec) -> Group:
@@ -99,6 +115,16 @@ class RankGroups:
                 full.track_names()
         self._new += _description(group)
         return group
+
+    def forget(self) -> None:
+        """All of them are empty: what comes next describes them anew."""
+        for group in self.by_number.values():
+            group.clear()
+        self.by_number.clear()
+        self.fulls, self.windows, self._new = [], [], []
+        self.masked.clear()
+        self.sized_by_gpu.clear()
+        self._refused_in_row = 0
 
     def descriptions(self) -> list[Change]:
         """What the index has to know of every group."""
@@ -139,11 +165,18 @@ class RankGroups:
     def _open(self, event: BlockStored) -> Group | None:
         spec = spec_of(event)
         if spec is None or (event.kind is None and not self._may_be_full(event)):
-            self._counts["unsupported_group"] += 1
+            self._refuse(event)
             return None
+        if spec.kind is GroupKind.FULL:
+            self._refused_in_row = 0
         if event.tier is Tier.GPU:
             self.sized_by_gpu.add(event.group)
         return self.add(spec)
+
+    def _refuse(self, event: BlockStored) -> None:
+        self._counts["unsupported_group"] += 1
+        if event.kind is None or not self.fulls:
+            self._refused_in_row += 1
 
     def _may_be_full(self, event: BlockStored) -> bool:
         """Whether a group without a kind may be followed as full attention from this event on."""

@@ -30,6 +30,8 @@ class BatchOutcome:
     """Something of it could not be read, or not be used (`core.refusals`)."""
     is_bound_hit: bool = False
     """Blocks had to leave for it though the engine has them (`core.bound`)."""
+    is_unfollowed: bool = False
+    """What the engine stores is refused for its group (`core.rank_groups`)."""
     orphans: int = 0
     """Blocks that wait for their parent now."""
 

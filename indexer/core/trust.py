@@ -2,16 +2,18 @@
 
 Rules:
 
-1. Eight things keep a rank from being exact: a cut (the live socket has no peer, so what happens now
+1. Nine things keep a rank from being exact: a cut (the live socket has no peer, so what happens now
    is not heard), not having been heard (on a socket that several ranks share: since it lost a peer,
    or at all), silence (the engine computes and publishes nothing), a loss (numbers that never
-   came, or can't be proved), refused events (numbers that came and couldn't be used), the bound of its tables (blocks left that the engine has), orphans (blocks
-   whose parent is unknown), and contradictions (finished legs found other blocks cached than were
+   came, or can't be proved), refused events (numbers that came and couldn't be used), groups
+   that aren't followed (all that the engine stores is of them), the bound of its tables (blocks left
+   that the engine has), orphans (blocks whose parent is unknown), and contradictions (finished legs found other blocks cached than were
    told of, `core.witness`). It is DEGRADED while any of them stands; the reason is the first of
    that order.
 2. Ways back. From a cut: a connection, or a batch; what was missed meanwhile shows then. From not
    having been heard: a live message, since a replay comes another way. From
-   silence: the next batch. From a loss: a complete replay, or a clear after it. From refused events and the bound: a clear after them, or a new epoch without any. From orphans:
+   silence: the next batch. From a loss: a complete replay, or a clear after it. From refused events and the bound: a clear after them, or a new epoch without any. From groups
+   that aren't followed: a store that is taken, or a clear. From orphans:
    none are left. From contradictions: a complete replay, a clear, or legs that agree.
 3. A replay is worth asking for after a loss; for orphans until one complete replay has brought no
    parent: then the engine never announced it, or has dropped it since; for contradictions until one
@@ -54,6 +56,7 @@ class RankTrust:
         """First number after the newest refused event."""
         self._bound_hit_at: int | None = None
         """First number after the newest block that had to leave."""
+        self._is_unfollowed = False
         self._orphans = 0
         self._contradiction: str | None = None
         self._is_silent = False
@@ -128,6 +131,9 @@ class RankTrust:
             effects += self.on_refused(at=seq + 1)
         if outcome.is_bound_hit:
             effects += self.on_bound_hit(at=seq + 1)
+        if outcome.is_unfollowed is not self._is_unfollowed:
+            self._is_unfollowed = outcome.is_unfollowed
+            effects += self._weigh("followed")
         return [*effects, *self.on_orphans(outcome.orphans)]
 
     def on_cleared(self, seq: int) -> list[Effect]:
@@ -209,6 +215,7 @@ class RankTrust:
             "silent" if self._is_silent else None,
             self._loss,
             "events_refused" if self._refused_at is not None else None,
+            "unsupported_group" if self._is_unfollowed else None,
             "bound_hit" if self._bound_hit_at is not None else None,
             "orphans" if self._orphans else None,
             self._contradiction,

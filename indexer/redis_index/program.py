@@ -66,6 +66,7 @@ class Program:
             self._step(_REMOVE, self._blocks(change.group, change.tier), pack_numbers(change.keys))
         elif isinstance(change, AllDropped):
             self.unlink(self._epoch, self.groups)
+            self.groups.clear()
         elif isinstance(change, GroupSpec):
             self._describe(change)
 

@@ -192,3 +192,14 @@ def test_whole_capture_decodes_without_a_reject(capture: Path) -> None:
     batches = [decode_batch(bytes.fromhex(each[2])) for each in frames]
     assert batches
     assert [batch for batch in batches if batch.rejected or not batch.events] == []
+
+
+@pytest.mark.parametrize("group", [-1, 64])
+def test_event_of_a_group_that_no_model_has_is_rejected(group: int) -> None:
+    """The events beside it are kept, a clear among them; 63 is a number like any other."""
+    gone = ["BlockRemoved", [1], "GPU"]
+    payload = msgspec.msgpack.encode([1.0, [[*gone, group], [*gone, 63], ["AllBlocksCleared"]], 0])
+
+    batch = decode_batch(payload)
+    assert batch.events == [BlockRemoved([EngineHash(1)], group=63), AllBlocksCleared()]
+    assert batch.rejected == ["impossible_group"]

@@ -52,7 +52,8 @@ class Rank:
                 self.specs[change.group] = change
                 self.rows[change.group] = {}
             elif not isinstance(change, BlocksHeld | BlocksDropped):
-                self.rows = {group: {} for group in self.specs}
+                self.specs.clear()
+                self.rows.clear()
         for each in update.rows:
             self.rows[each.group].update({row.engine_hash: row for row in each.rows()})
             for gone in each.gone:
@@ -212,6 +213,7 @@ def test_clear_and_a_new_description_leave_no_rows() -> None:
 
     update = rank.apply(stored(3), AllBlocksCleared(), stored(4))
     assert {row.engine_hash for each in update.rows for row in each.rows()} == {4}
+    rank.apply(AllBlocksCleared())
     tokens = list(range(2 * SIZE))
     rank.apply(BlockStored([EngineHash(9)], None, tokens, 2 * SIZE))
     assert set(rank.rows[0]) == {9}

@@ -233,3 +233,17 @@ def test_new_batch_says_that_there_is_a_peer() -> None:
     effects = trust.on_applied(1, BatchOutcome(), is_gap_open=False)
 
     assert effects == [TrustChanged(Trust.EXACT, "heard_again")]
+
+
+def test_rank_of_groups_that_are_not_followed_is_degraded_until_a_store_is_taken() -> None:
+    """What it holds isn't known, so nothing that is said of it is exact."""
+    trust = whole()
+    refused = BatchOutcome(is_unfollowed=True)
+
+    assert trust.on_applied(0, refused, is_gap_open=False) == [
+        TrustChanged(Trust.DEGRADED, "unsupported_group")
+    ]
+    assert trust.on_applied(1, refused, is_gap_open=False) == []
+    assert trust.on_applied(2, BatchOutcome(), is_gap_open=False) == [
+        TrustChanged(Trust.EXACT, "followed")
+    ]

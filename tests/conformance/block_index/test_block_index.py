@@ -156,7 +156,7 @@ async def test_changes_apply_in_order(
     """One update may empty the rank and fill it again."""
     await index.apply(update(E0, FULL, held(KEYS[:5])))
 
-    await index.apply(update(E0, AllDropped(), held(KEYS[:2]), dropped(KEYS[1:2])))
+    await index.apply(update(E0, AllDropped(), FULL, held(KEYS[:2]), dropped(KEYS[1:2])))
     assert await overlap(index) == {E0: 4}
 
 
@@ -181,6 +181,19 @@ async def test_all_dropped_spares_other_ranks(
     await index.apply(update(E0, AllDropped()))
     assert await overlap(index) == {E0: 0, E1: 12}
     assert (await index.size()).entries_by_rank == {E0: 0, E1: 3}
+
+
+async def test_group_that_is_not_told_of_after_a_clear_limits_nothing(
+    index: BlockIndex, update: Update, held: Held, overlap: Overlap
+) -> None:
+    """A hit needs all full groups: one that isn't there would end the rank's credit for good."""
+    stray = GroupSpec(group=1, kind=GroupKind.FULL, block_size=4)
+    await index.apply(update(E0, FULL, held(KEYS[:3]), stray))
+    assert await overlap(index) == {E0: 0}
+
+    await index.apply(update(E0, AllDropped()))
+    await index.apply(update(E0, FULL, held(KEYS[:3])))
+    assert await overlap(index) == {E0: 12}
 
 
 async def test_group_described_anew_is_empty(

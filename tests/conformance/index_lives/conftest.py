@@ -163,7 +163,8 @@ class KeptRows:
                 self.groups[change.group] = change
                 self.rows[change.group] = {}
             elif isinstance(change, AllDropped):
-                self.rows = {group: {} for group in self.groups}
+                self.groups.clear()
+                self.rows.clear()
         for each in update.rows:
             rows = self.rows[each.group]
             rows.update({row.engine_hash: row for row in each.rows()})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from indexer.core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from indexer.core.index import AllDropped, BlocksHeld
+from indexer.core.index import AllDropped, BlocksHeld, GroupKind, GroupSpec
 from indexer.core.types import BlockKey, Tier
 
 Store = Callable[..., BlockStored]
@@ -107,4 +107,5 @@ def test_stores_after_a_clear_in_the_same_batch_count(
     rank.apply(stored(1, 2))
 
     update = rank.apply(removed(2), CLEARED, stored(1))
-    assert list(update.changes) == [AllDropped(), BlocksHeld(0, Tier.GPU, keys_of(1))]
+    full = GroupSpec(group=0, kind=GroupKind.FULL, block_size=4)
+    assert list(update.changes) == [AllDropped(), full, BlocksHeld(0, Tier.GPU, keys_of(1))]

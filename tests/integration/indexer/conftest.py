@@ -189,6 +189,7 @@ BOTH_BACKENDS = {
     "test_indexer_streams",
     "test_indexer_trust",
     "test_shared_topics",
+    "test_stray_groups",
 }
 """Modules whose indexers are run with the index in memory and with the one in Redis."""
 

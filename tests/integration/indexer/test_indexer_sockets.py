@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from indexer.config import IndexerConfig as Config
 from indexer.config import InstanceSource, RankSource
 from indexer.core.index import IndexSize, RankUpdate
@@ -53,6 +55,39 @@ async def test_bad_messages_cost_only_themselves(
         }
         assert await held(index) == 4
         assert (status.trust_reason, status.counts.connections) == ("events_refused", 1)
+
+
+async def test_number_that_no_engine_gets_to_costs_only_its_message(
+    publishing: Any, indexing: Any, stored: Event, held: Held, source: Source
+) -> None:
+    """F06: a good batch under 2**63 opens no gap, and what comes next is no restart."""
+    async with publishing() as engine, indexing(source(engine)) as (service, index):
+        await service.until(R0, lambda now: now.trust is Trust.EXACT)
+        engine.publish(stored(1))
+        absurd = b"\x80" + bytes(7)
+        engine.send_frames(b"", absurd, engine.encode([stored(9, first=40)]))
+        engine.publish(stored(2, parent=1, first=1))
+        status = await service.caught_up(R0, 1)
+
+        assert status.counts.rejected == {"impossible_seq": 1}
+        assert await held(index) == 2
+        assert (status.trust, status.epoch_reason) == (Trust.EXACT, "started")
+
+
+async def test_blocks_of_one_token_are_warned_of_once(
+    publishing: Any, indexing: Any, stored: Event, source: Source
+) -> None:
+    """F15: each token is a row of the index; whoever runs the engine should know."""
+    with capture_logs() as logs:
+        async with publishing() as engine, indexing(source(engine)) as (service, _):
+            await service.until(R0, lambda now: now.trust is Trust.EXACT)
+            for number in range(3):
+                engine.publish(CLEARED, {**stored(1), "block_size": 1, "token_ids": [number]})
+            await service.caught_up(R0, 2)
+
+    warned = [each for each in logs if each["event"] == "one_token_blocks"]
+    assert [each["log_level"] for each in warned] == ["warning"]
+    assert "--block-size" in warned[0]["remedy"]
 
 
 async def test_bad_replay_answers_cost_only_themselves(
