@@ -80,6 +80,9 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     receive_high_water: NonNegativeInt = 0
     """Messages ZMQ may queue per socket; 0: no limit. With one we lose batches ourselves when we
     are slow."""
+    repair_grace_s: PositiveFloat = 1.0
+    """A rank whose missing batches a replay hasn't brought within this time is not exact until it
+    has: `degraded`, `gap_open`. Healthy replays take milliseconds."""
     max_held_batches: PositiveInt = 20_000
     """Live batches that may wait for a replay, twice vLLM's default ring; more end the wait, and
     the gap is lost."""
@@ -95,8 +98,9 @@ class IndexerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Such blocks per rank; the oldest leave first."""
     rebuild_interval_s: PositiveFloat = 60.0
     """A degraded rank is replayed from its beginning at once and when orphans first appear, then
-    after this long, and twice as long each time it hasn't helped; for as long as the engine still
-    buffers the beginning."""
+    after this long, and twice as long each time it hasn't helped, up to eight times; for as long as
+    the engine still buffers the beginning. If its replay socket doesn't answer, it is asked for a
+    little every `replay_timeout_s`, and for all once it does."""
     silent_after_s: PositiveFloat = 10.0
     """A rank that computes prompts and publishes nothing for this long is degraded."""
     shared_bind: str | None = None

@@ -192,7 +192,7 @@ class FollowedRank:
             trust_reason=writer.trust_reason,
             trust_since_s=self._means.clock() - writer.trust_since_s,
             held_batches=subscriber.stream.held_batches,
-            is_replaying=subscriber.stream.is_replaying,
+            is_replaying=subscriber.stream.replaying is not None,
             held_blocks=blocks.held_blocks,
             orphans=blocks.orphans,
             block_sizes={number: spec.block_size for number, spec in blocks.groups.items()},

@@ -50,7 +50,9 @@ class RankJudge:
         """Take in one report; what it proves at once is for `tell`."""
         witness = self._present_witness()
         if report.epoch == witness.epoch:
-            return witness.hear(report, self._clock())
+            proved = witness.hear(report, self._clock())
+            is_doubtful = isinstance(report, CacheReport) and self._subscriber.stream.replaying
+            return [*proved, Evidence.CONTRADICTED] if is_doubtful else proved
         if isinstance(report, CacheReport):
             self._counts.contradictions[Cause.NEW_EPOCH] += 1
         return ()

@@ -6,20 +6,22 @@ its answers into the same inbox.
 """
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 import structlog
 import zmq.asyncio
 
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import batch_ts
-from indexer.core.frames import FrameError, parse_replay
+from indexer.core.frames import FrameError, NumberedBatch, parse_replay
 from indexer.core.interleaving import Interleaving
 from indexer.core.journal import Resumption
 from indexer.core.rank_status import RankCounts
 from indexer.core.rebuild_schedule import RebuildSchedule
+from indexer.core.repair_watch import RepairWatch
 from indexer.core.replay import StreamLimits
 from indexer.core.stream import RankStream
 from indexer.core.stream_effects import (
@@ -43,6 +45,9 @@ from indexer.turns import Turns
 _logger = structlog.get_logger(__name__)
 
 _INBOX_MESSAGES = 1024
+_ANSWERED: Final = frozenset({"answered", "empty", "rolled_over"})
+_UNANSWERED: Final = frozenset({"cut", "silent"})
+"""How a replay ended, of an endpoint that works and of one that doesn't."""
 
 
 class StreamSink(Protocol):
@@ -95,7 +100,9 @@ class RankSubscriber:
         self._lives = Interleaving()
         self._replay: asyncio.Task[None] | None = None
         self._turn_began_s = clock()
-        self._rebuilds = RebuildSchedule(config.rebuild_interval_s)
+        self._rebuilds = RebuildSchedule(config.rebuild_interval_s, config.replay_timeout_s)
+        self._is_probing = False
+        self._repair = RepairWatch(self.stream.trust, config.repair_grace_s)
 
     async def on_live(self, seq: int, payload: bytes) -> None:
         """Wait while the inbox is full: ZMQ queues meanwhile."""
@@ -135,6 +142,8 @@ class RankSubscriber:
         effects = self.stream.trust.on_evidence(evidence)
         if evidence is Evidence.SILENT:
             effects += self.stream.on_silence()
+        if evidence is Evidence.CONTRADICTED:
+            self._repair.on_contradicted()
         return effects
 
     def on_rejected(self, reason: str) -> None:
@@ -154,8 +163,9 @@ class RankSubscriber:
                     happened = await self._next_happening()
                     for effect in happened():
                         await self._perform(effect, group)
-                    for effect in self._rebuild_if_due():
+                    for effect in self._rebuild_if_due(group):
                         await self._perform(effect, group)
+                    await self._watch_repair()
                     self.on_progress()
         finally:
             # A port that others share may be waiting for room in here.
@@ -164,14 +174,21 @@ class RankSubscriber:
                 self._inbox.get_nowait()
 
     async def _next_happening(self) -> Callable[[], list[Effect]]:
-        """What waits in the inbox; for an idle rank that wants a rebuild, that its time has come."""
-        if not self._inbox.empty() or not self.stream.wants_rebuild:
+        """What waits in the inbox; or that it is time for a rebuild, or to call a repair overdue."""
+        wait_s = self._wait_s() if self._inbox.empty() else math.inf
+        if wait_s == math.inf:
             return await self._inbox.get()
         try:
-            async with asyncio.timeout(self._rebuilds.wait_s(self._clock())):
+            async with asyncio.timeout(wait_s):
                 return await self._inbox.get()
         except TimeoutError:
             return list
+
+    def _wait_s(self) -> float:
+        now_s = self._clock()
+        is_wanted = self.stream.wants_rebuild and not self._is_probed
+        rebuild_s = self._rebuilds.wait_s(now_s) if is_wanted else math.inf
+        return min(rebuild_s, self._repair.wait_s(now_s))
 
     async def _put(self, happened: Callable[[], list[Effect]]) -> None:
         if not self._is_over:
@@ -236,19 +253,47 @@ class RankSubscriber:
                 counts.lost_batches += last - first + 1
             case ReplayEnded(outcome=outcome):
                 counts.replays[outcome] += 1
+                if outcome in _ANSWERED | _UNANSWERED:
+                    self._rebuilds.heard(is_answered=outcome in _ANSWERED)
             case _:
                 assert_never(effect)
 
-    def _rebuild_if_due(self) -> list[Effect]:
+    def _rebuild_if_due(self, group: asyncio.TaskGroup) -> list[Effect]:
         """A degraded rank is replayed from its beginning, ever more rarely while it won't help."""
         if self.stream.trust.level is not Trust.DEGRADED:
             self._rebuilds.ease()
             return []
         now_s = self._clock()
-        if not self.stream.wants_rebuild or self._rebuilds.wait_s(now_s):
+        is_wanted = self.stream.wants_rebuild and not self._is_probed
+        if not is_wanted or self._rebuilds.wait_s(now_s):
             return []
         self._rebuilds.asked(now_s)
+        if self._rebuilds.is_unanswered:
+            self._is_probing = True
+            group.create_task(self._probe(self.stream.last_seq or 0))
+            return []
         return self.stream.on_rebuild_wanted()
+
+    @property
+    def _is_probed(self) -> bool:
+        return self._is_probing and self._rebuilds.is_unanswered
+
+    async def _watch_repair(self) -> None:
+        await self._change_trust(self._repair.look(self.stream.replaying, self._clock()))
+
+    async def _probe(self, from_seq: int) -> None:
+        """See whether the replay socket answers, while live batches go on."""
+
+        async def ignore(_: NumberedBatch) -> None: ...
+
+        is_answered = await self._question(from_seq, ignore)
+        await self._put(partial(self._on_probed, is_answered=is_answered))
+
+    def _on_probed(self, *, is_answered: bool) -> list[Effect]:
+        self._is_probing = False
+        if is_answered:  # else another question may have been, since
+            self._rebuilds.heard(is_answered=True)
+        return []
 
     async def _yield_turn(self) -> None:
         if self._clock() - self._turn_began_s > self.turns.turn_s:
@@ -257,15 +302,25 @@ class RankSubscriber:
 
     async def _run_replay(self, asked: RequestReplay) -> None:
         """Ask once; every answer, and how it ended, goes into the inbox."""
-        endpoint, stream, ticket = self._source.replay, self.stream, asked.ticket
-        failed = partial(stream.on_replay_failed, ticket)
+        stream, ticket = self.stream, asked.ticket
+
+        async def hand_on(batch: NumberedBatch) -> None:
+            await self._put(partial(stream.on_replayed, ticket, batch.seq, batch.payload))
+
+        is_answered = await self._question(asked.from_seq, hand_on)
+        ended = stream.on_replay_end if is_answered else stream.on_replay_failed
+        await self._put(partial(ended, ticket))
+
+    async def _question(
+        self, from_seq: int, on_batch: Callable[[NumberedBatch], Awaitable[None]]
+    ) -> bool:
+        """Ask the replay socket. Returns whether it answered to the end."""
+        endpoint, high_water = self._source.replay, self._config.receive_high_water
         if endpoint is None:
-            await self._put(failed)
-            return
-        high_water = self._config.receive_high_water
+            return False
         try:
             with ReplaySocket(endpoint, high_water=high_water, context=self._context) as socket:
-                socket.ask(asked.from_seq)
+                socket.ask(from_seq)
                 while messages := await socket.take_messages(self._config.replay_timeout_s):
                     for frames in messages:
                         try:
@@ -274,11 +329,8 @@ class RankSubscriber:
                             self._counts.rejected[error.reason] += 1
                             continue
                         if batch is None:
-                            await self._put(partial(stream.on_replay_end, ticket))
-                            return
-                        await self._put(
-                            partial(stream.on_replayed, ticket, batch.seq, batch.payload)
-                        )
+                            return True
+                        await on_batch(batch)
         except SocketError as error:
             _logger.warning("replay_not_asked", endpoint=endpoint, error=str(error))
-        await self._put(failed)
+        return False

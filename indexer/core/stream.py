@@ -89,8 +89,8 @@ class RankStream:
         return len(self._known.held)
 
     @property
-    def is_replaying(self) -> bool:
-        return self._replay is not None
+    def replaying(self) -> Purpose | None:
+        return self._replay.purpose if self._replay is not None else None
 
     def resume(self, seq: int, digest: int, trust: Trust) -> None:
         """Go on after batch `seq` of an earlier process, once replay has shown it again."""
@@ -285,7 +285,8 @@ class RankStream:
             effects.append(self._apply(seq, self._known.held.pop(seq), waited=True))
         if self._next is None:
             effects += self.trust.on_nothing_known()
-        return [*effects, *self._finish_join()]
+        # A beginning whose end nobody told isn't all of it.
+        return [*effects, *(self._lose("replay_cut") if self._is_joining else [])]
 
     def _skip_to(self, seq: int) -> list[Effect]:
         """Go on at `seq`; what lies between is lost."""

@@ -2,24 +2,27 @@
 
 Rules:
 
-1. Nine things keep a rank from being exact: a cut (the live socket has no peer, so what happens now
+1. Ten things keep a rank from being exact: a cut (the live socket has no peer, so what happens now
    is not heard), not having been heard (on a socket that several ranks share: since it lost a peer,
    or at all), silence (the engine computes and publishes nothing), a loss (numbers that never
    came, or can't be proved), refused events (numbers that came and couldn't be used), groups
    that aren't followed (all that the engine stores is of them), the bound of its tables (blocks left
-   that the engine has), orphans (blocks whose parent is unknown), and contradictions (finished legs found other blocks cached than were
-   told of, `core.witness`). It is DEGRADED while any of them stands; the reason is the first of
-   that order.
+   that the engine has), orphans (blocks whose parent is unknown), contradictions (finished legs found
+   other blocks cached than were told of, `core.witness`), and a repair that is overdue (numbers are
+   missing, or in doubt, and replay hasn't brought them within a grace, `core.repair_watch`). It is
+   DEGRADED while any of them stands; the reason is the first of that order.
 2. Ways back. From a cut: a connection, or a batch; what was missed meanwhile shows then. From not
-   having been heard: a live message, since a replay comes another way. From
-   silence: the next batch. From a loss: a complete replay, or a clear after it. From refused events and the bound: a clear after them, or a new epoch without any. From groups
-   that aren't followed: a store that is taken, or a clear. From orphans:
-   none are left. From contradictions: a complete replay, a clear, or legs that agree.
+   having been heard: a live message, since a replay comes another way. From silence: the next batch.
+   From a loss: a complete replay, or a clear after it. From refused events and the bound: a clear
+   after them, or a new epoch without any. From groups that aren't followed: a store that is taken, or
+   a clear. From orphans: none are left. From contradictions: a complete replay, a clear, or legs that
+   agree. From a repair that is overdue: it has ended; what it couldn't bring is a loss from then on.
 3. A replay is worth asking for after a loss; for orphans until one complete replay has brought no
    parent: then the engine never announced it, or has dropped it since; for contradictions until one
    complete replay has not ended them. Once the bound was hit both may be because of it.
 4. A new epoch forgets what stood against the old one, silently: until it has been joined the last
-   word stays, and only the join says otherwise. A rebuild is of the same engine: what it told before
+   word stays, and only the join says otherwise, unless it is overdue: exact is not said of a life
+   that is hardly known. A rebuild is of the same engine: what it told before
    doesn't end its silence.
 5. While two publishers take turns under its name (`core.interleaving`) nothing of it is believed,
    through all epochs.
@@ -44,6 +47,8 @@ class RankTrust:
         self._is_cut = False
         self._is_unheard = False
         self._is_interleaved = False
+        self._overdue: str | None = None
+        """What has not been repaired in time."""
         self._is_joined = False
         """What this epoch began with is known, or known to be lost."""
         self._forget()
@@ -159,11 +164,23 @@ class RankTrust:
                 if self._contradiction is not None:
                     self._contradiction = None
                     self._is_replay_tried = False
-            case Evidence.INDEX_DIFFERS:
-                pass  # the tables are right: the index is written anew
+            case Evidence.INDEX_DIFFERS | Evidence.CONTRADICTED:
+                pass  # of the index, which is written anew; of one leg
             case _:
                 assert_never(evidence)
         return self._weigh("agreed")
+
+    def on_overdue(self, reason: str) -> list[Effect]:
+        """What is known to be missing, or is in doubt, has not come in time."""
+        self._overdue = reason
+        return self._weigh("")
+
+    def on_repair_ended(self) -> list[Effect]:
+        """It has come, or was given up."""
+        if self._overdue is None:
+            return []
+        self._overdue = None
+        return self._weigh("repaired")
 
     def on_cut(self) -> list[Effect]:
         """The live socket lost its peer."""
@@ -207,8 +224,11 @@ class RankTrust:
         return self._weigh(reason)
 
     def _weigh(self, way_back: str) -> list[Effect]:
-        if not self._is_joined or self._is_interleaved:
+        if self._is_interleaved:
             return []
+        if not self._is_joined:
+            is_shaken = self._overdue is not None and self.level is Trust.EXACT
+            return self._report(Trust.DEGRADED, self._overdue or "") if is_shaken else []
         standing = (
             "disconnected" if self._is_cut else None,
             "unheard" if self._is_unheard else None,
@@ -219,6 +239,7 @@ class RankTrust:
             "bound_hit" if self._bound_hit_at is not None else None,
             "orphans" if self._orphans else None,
             self._contradiction,
+            self._overdue,
         )
         reason = next(filter(None, standing), None)
         if reason is None:

@@ -48,6 +48,8 @@ class Evidence(StrEnum):
     INDEX_DIFFERS = "index_differs"
     """The index gives what the tables have not: it was changed by somebody else, or by a fault."""
     AGREED = "agreed"
+    CONTRADICTED = "contradicted"
+    """One leg was, while its rank's batches were missing: nothing by itself."""
 
 
 _MAY_BE_TOLD_YET = frozenset({Cause.RECOMPUTE_UNTOLD, Cause.UNSEEN})

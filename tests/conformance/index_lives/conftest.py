@@ -285,7 +285,7 @@ class Life:
     def answer(self, messages: int) -> None:
         """So much of a replay arrives."""
         for _ in range(messages):
-            if not self.stream.is_replaying:
+            if not self.stream.replaying:
                 return
             if self._answers:
                 seq = self._answers.pop(0)
@@ -295,7 +295,7 @@ class Life:
 
     def silence(self) -> None:
         """A replay stops without its end."""
-        if self.stream.is_replaying:
+        if self.stream.replaying:
             self._is_silenced = True
             self._perform(self.stream.on_replay_failed(self._ticket))
 

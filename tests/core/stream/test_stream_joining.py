@@ -43,7 +43,7 @@ def test_live_batches_wait_for_the_joining_replay(
 
     assert stream.on_live(2, batch(2)) == []
     assert stream.held_batches == 1
-    assert stream.is_replaying
+    assert stream.replaying
     assert stream.on_replayed(1, 0, batch(0)) == [waited(0)]
     assert stream.on_replayed(1, 1, batch(1)) == [waited(1), waited(2)]
 

@@ -65,7 +65,7 @@ class Network:
     def answer(self, messages: int) -> None:
         """Deliver up to `messages` messages of the replay under way."""
         for _ in range(messages):
-            if not self.stream.is_replaying:
+            if not self.stream.replaying:
                 return
             if self._answer:
                 seq = self._answer.pop(0)

@@ -9,7 +9,9 @@ from structlog.testing import capture_logs
 from indexer.config import InstanceSource
 from indexer.core.hashing import Namespace
 from indexer.core.index import BlockIndex, Prompt
-from indexer.core.types import InstanceId, RankId, Trust
+from indexer.core.reports import CacheReport
+from indexer.core.types import BlockKey, InstanceId, RankId, Trust
+from indexer.local_reports import LocalReports
 
 BLOCK_SIZE = 4
 E0 = "http://e0:8000"
@@ -46,6 +48,19 @@ def source(publisher: Any) -> InstanceSource:
     )
 
 
+def missed(epoch: int) -> CacheReport:
+    """A leg that was promised one block, and found none."""
+    return CacheReport(
+        rank=R0,
+        epoch=epoch,
+        age_s=0.0,
+        block_size=BLOCK_SIZE,
+        predicted_tokens=BLOCK_SIZE,
+        cached_tokens=0,
+        key=BlockKey(1),
+    )
+
+
 async def test_late_starter_gets_the_parent_of_its_orphans_by_replay(
     publishing: Any, indexing: Any
 ) -> None:
@@ -70,18 +85,110 @@ async def test_orphans_ask_for_the_beginning_without_waiting_for_the_next_turn(
     publishing: Any, indexing: Any
 ) -> None:
     """A rank that is degraded already, and was told in vain, is asked again when they appear."""
-    async with publishing() as engine:
-        engine.is_mute = True
+    async with (
+        publishing() as engine,
+        indexing(source(engine), rebuild_interval_s=HOUR_S) as (service, index),
+    ):
+        await engine.subscribed()
+        await service.until(R0, lambda now: now.trust is Trust.EXACT)
+        engine.publish(removed(99))
         engine.publish(stored(1), drop=True)
+        missing = engine.ring.pop()
+        engine.publish(removed(98))
+        await service.until(
+            R0, lambda now: now.epoch_reason == "rebuilt" and now.counts.lost_batches == 2
+        )
+
+        engine.ring.insert(1, missing)
+        engine.publish(stored(2, parent=1, first=1))
+        status = await service.until(R0, lambda now: now.trust is Trust.EXACT)
+
+        assert (await held(index), status.counts.epochs["rebuilt"]) == (2, 2)
+
+
+async def test_unfilled_gap_is_not_called_exact(publishing: Any, indexing: Any) -> None:
+    """What the missing batch removed is predicted meanwhile: the replay socket hangs."""
+    async with publishing() as engine:
+        settings = {"replay_timeout_s": HOUR_S, "repair_grace_s": 0.05}
+        async with indexing(source(engine), **settings) as (service, index):
+            await engine.subscribed()
+            await service.until(R0, lambda now: now.trust is Trust.EXACT)
+            engine.publish(stored(1))
+            await service.caught_up(R0, 0)
+            engine.is_mute = True
+            engine.publish(removed(1), drop=True)
+            engine.publish(stored(7, first=7))
+            status = await service.until(R0, lambda now: now.trust is Trust.DEGRADED)
+
+            assert (status.trust_reason, status.held_batches) == ("gap_open", 1)
+            match = (await index.match(Prompt(Namespace(model="tiny"), range(8))))[R0]
+            assert (match.tokens, match.trust) == (4, Trust.DEGRADED)
+
+
+async def test_gap_that_is_filled_late_ends_in_exact(publishing: Any, indexing: Any) -> None:
+    """The second question is answered; nothing was lost, so nothing has to be told anew."""
+    async with publishing() as engine:
+        settings = {"replay_timeout_s": 0.5, "repair_grace_s": 0.05}
+        async with indexing(source(engine), **settings) as (service, _):
+            await engine.subscribed()
+            await service.until(R0, lambda now: now.trust is Trust.EXACT)
+            engine.publish(stored(1))
+            await service.caught_up(R0, 0)
+            engine.is_mute = True
+            engine.publish(removed(1), drop=True)
+            engine.publish(stored(7, first=7))
+            await service.until(R0, lambda now: now.trust_reason == "gap_open")
+            engine.is_mute = False
+            status = await service.until(R0, lambda now: now.trust is Trust.EXACT)
+
+            assert (status.trust_reason, status.counts.lost_batches) == ("repaired", 0)
+            assert (status.counts.gaps["repaired"], status.counts.epochs["rebuilt"]) == (1, 0)
+
+
+async def test_leg_that_contradicts_leaves_an_open_gap_no_grace(
+    publishing: Any, indexing: Any
+) -> None:
+    """One is enough: what is missing matters."""
+    async with publishing() as engine:
+        reports = LocalReports()
+        settings = {"replay_timeout_s": HOUR_S, "repair_grace_s": HOUR_S, "reports": reports}
+        async with indexing(source(engine), **settings) as (service, _):
+            await engine.subscribed()
+            await service.until(R0, lambda now: now.trust is Trust.EXACT)
+            engine.publish(stored(1))
+            await service.caught_up(R0, 0)
+            engine.is_mute = True
+            engine.publish(removed(1), drop=True)
+            engine.publish(stored(7, first=7))
+            status = await service.until(R0, lambda now: now.held_batches == 1)
+            assert status.trust is Trust.EXACT
+            await reports.send("tiny", [missed(status.epoch)])
+            status = await service.until(R0, lambda now: now.trust is Trust.DEGRADED)
+
+            assert status.trust_reason == "gap_open"
+
+
+async def test_replay_socket_that_works_again_is_noticed(
+    publishing: Any, indexing: Any, eventually: Any
+) -> None:
+    """Not an hour later, and live batches don't wait for it."""
+    async with publishing() as engine:
         settings = {"replay_timeout_s": 0.25, "rebuild_interval_s": HOUR_S}
         async with indexing(source(engine), **settings) as (service, index):
             await engine.subscribed()
-            engine.publish(removed(99))
-            # Twice to join, twice to rebuild.
-            await service.until(R0, lambda now: now.counts.replays["silent"] == 4)
+            await service.until(R0, lambda now: now.trust is Trust.EXACT)
+            engine.publish(stored(1))
+            await service.caught_up(R0, 0)
+            engine.is_mute = True
+            engine.publish(stored(2, parent=1, first=1), drop=True)
+            engine.publish(stored(7, first=7))
+            await service.until(R0, lambda now: now.trust_reason == "gap_lost")
+            asked = len(engine.asked)
+            await eventually(lambda: len(engine.asked) >= asked + 3)
+            status = service.rank_status(R0)
+            assert (status.is_replaying, set(engine.asked[asked:])) == (False, {2})
 
             engine.is_mute = False
-            engine.publish(stored(2, parent=1, first=1))
             status = await service.until(R0, lambda now: now.trust is Trust.EXACT)
 
             assert (await held(index), status.epoch_reason) == (2, "rebuilt")
