@@ -124,6 +124,7 @@ class _Builder:
             fleet=self._keeper.snapshot,
             ledger=self._ledger,
             unknown_ranks=lambda: self._router.unknown_ranks,
+            silent_ranks=lambda: self._router.silent_ranks,
             fleet_bugs=lambda: self._keeper.bugs,
             lost_reports=lambda: self._reporting.lost,
             full_reports=lambda: self._full_reports.asked,

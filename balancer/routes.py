@@ -207,7 +207,7 @@ def _add_operator_routes(api: FastAPI, surface: Surface) -> None:
                 "draining": api.state.is_draining,
                 "reasons": reasons,
                 "conflicts": surface.conflicts(),
-                "index_problem": surface.router.lookups.problem,
+                "index_problem": surface.router.index_problem,
                 "tokens": surface.tokens(),
                 "instances": [
                     render_instance(

@@ -20,6 +20,7 @@ class FleetCollector(Collector):
         fleet: Callable[[], Fleet],
         ledger: LoadLedger,
         unknown_ranks: Callable[[], int],
+        silent_ranks: Callable[[], int],
         fleet_bugs: Callable[[], int],
         lost_reports: Callable[[], int],
         full_reports: Callable[[], int],
@@ -31,6 +32,7 @@ class FleetCollector(Collector):
         self._fleet = fleet
         self._ledger = ledger
         self._unknown_ranks = unknown_ranks
+        self._silent_ranks = silent_ranks
         self._fleet_bugs = fleet_bugs
 
     def describe(self) -> Iterable[Metric]:
@@ -43,6 +45,11 @@ class FleetCollector(Collector):
             "kvlb_index_unknown_ranks_total",
             "Ranks in the index's answers that the fleet doesn't have, summed over lookups.",
             self._unknown_ranks(),
+        )
+        yield GaugeMetricFamily(
+            "kvlb_index_silent_ranks",
+            "Ranks in the index that no indexer keeps up to date any more.",
+            self._silent_ranks(),
         )
         yield CounterMetricFamily(
             "kvlb_fleet_bugs_total",

@@ -101,6 +101,21 @@ class Router:
         """Ranks in the index's answers that the fleet doesn't have, summed over lookups."""
         return self._ranks.unknown
 
+    @property
+    def silent_ranks(self) -> int:
+        """Ranks whose indexer has stopped."""
+        return len(self._ranks.reasons)
+
+    @property
+    def index_problem(self) -> str | None:
+        """What keeps cache knowledge from being exact, beside what streams do; None: nothing."""
+        if self.lookups.problem is not None or not self._ranks.reasons:
+            return self.lookups.problem
+        return (
+            f"no indexer keeps what the index says of {self.silent_ranks} rank(s) up to date:"
+            " is one running?"
+        )
+
     def trust(self, rank: RankId) -> Trust:
         """How far what is known of a rank's cache can be believed, as of the last lookups.
 

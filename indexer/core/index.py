@@ -22,7 +22,7 @@ Rules:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -280,6 +280,18 @@ class PrefixLookup(Protocol):
         """Overlap of `prompt` with every rank of its model that an epoch was opened for.
 
         A rank that holds nothing of it, or hasn't stored anything yet, is present with 0 tokens.
+        Raises BlockIndexError; the deadline is the caller's.
+        """
+        ...
+
+
+@runtime_checkable
+class WatchedLookup(PrefixLookup, Protocol):
+    """One whose writer is another process, which may end while what it wrote stays."""
+
+    async def look(self, model: str) -> None:
+        """To be called every second or so: ranks whose writer is gone are answered as such then.
+
         Raises BlockIndexError; the deadline is the caller's.
         """
         ...

@@ -20,7 +20,7 @@ class RedisIndex(RedisIndexWriter):
         self, connection: RedisConnection, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(connection, clock)
-        self._reader = RedisIndexReader(connection)
+        self._reader = RedisIndexReader(connection, clock)
 
     async def aclose(self) -> None:
         """Close the connections. What was written stays until its lease ends."""
@@ -28,3 +28,6 @@ class RedisIndex(RedisIndexWriter):
 
     async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
         return await self._reader.match(prompt)
+
+    async def look(self, model: str) -> None:
+        await self._reader.look(model)

@@ -63,6 +63,18 @@ def test_rank_that_is_well_again_is_patient_anew(reports: FullReports) -> None:
     assert reports.ask(candidate(), request(), 61.0)
 
 
+def test_rank_whose_indexer_has_stopped_is_not_asked(reports: FullReports) -> None:
+    """Nobody would hear what it announces."""
+    silent = Candidate(
+        rank=RankId(ENGINE, 0),
+        instance=Instance(id=ENGINE, alias="a"),
+        trust=Trust.DEGRADED,
+        trust_reason="indexer_silent",
+    )
+
+    assert not any(reports.ask(silent, request(), now_s) for now_s in (0.0, 50.0, 100.0))
+
+
 def test_no_interval_means_never() -> None:
     """It can be switched off."""
     reports = FullReports(0)

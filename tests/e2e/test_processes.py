@@ -200,8 +200,12 @@ async def test_killed_indexer_resumes_without_traffic(stack: Stack) -> None:
         before = await stack.settled(prompts)
         await indexer.stop(signal.SIGKILL)
         meanwhile = await stack.overlaps(prompts)
+        await until(lambda: is_told(stack, "indexer_silent"))
+        alone = await stack.complete(prompts[0])
+        problem = await index_problem(stack)
     async with stack.indexing():
         await stack.all_exact()
+        await until(lambda: is_told(stack, None))
         after = await stack.overlaps(prompts)
         reasons = {each["epoch_reason"] for each in await stack.ranks()}
         newer = recorded_prompts(PROMPTS + 1)[-1][::-1]
@@ -210,8 +214,25 @@ async def test_killed_indexer_resumes_without_traffic(stack: Stack) -> None:
 
     assert sum(max(each.values()) > 0 for each in before) >= PROMPTS * 0.95
     assert meanwhile == before
+    assert alone.headers["x-kvlb-trust"] == "degraded"
+    assert alone.headers["x-kvlb-trust-reason"] == "indexer_silent"
+    assert "no indexer keeps" in (problem or "")
+    assert await index_problem(stack) is None
     assert after == before
     assert reasons == {"resumed"}
+
+
+async def is_told(stack: Stack, reason: str | None) -> bool:
+    """Whether the balancer says so of each rank, and believes it accordingly."""
+    shown = (await stack.http.get(f"{stack.balancer}/status")).json()["instances"]
+    trust = "exact" if reason is None else "degraded"
+    told = {(rank["trust"], rank["trust_reason"]) for each in shown for rank in each["ranks"]}
+    return told == {(trust, reason)}
+
+
+async def index_problem(stack: Stack) -> str | None:
+    problem: str | None = (await stack.http.get(f"{stack.balancer}/status")).json()["index_problem"]
+    return problem
 
 
 async def test_redis_gone_and_back_empty_costs_no_answer(stack: Stack) -> None:

@@ -1,6 +1,6 @@
 """What a balancer knows of its index without a request, over a real Redis."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from random import Random
 from time import monotonic
@@ -65,7 +65,9 @@ class Bench:
         self.connection = RedisConnection(settings)
         self.written = RedisIndex(RedisConnection(settings))
         self.clock = Clock()
-        reader = RedisIndexReader(self.connection)
+        self.reader_s = 0.0
+        """By the clock of who reads."""
+        reader = RedisIndexReader(self.connection, lambda: self.reader_s)
         self.router = Router(
             index=reader,
             ledger=LocalLedger(monotonic),
@@ -85,6 +87,14 @@ class Bench:
     async def request(self) -> None:
         with await self.router.route(FLEET, REQUEST, VIEW):
             pass
+
+    async def look_for(self, seconds: int, *, beating: Sequence[RankId] = ()) -> None:
+        """A look per second, while the indexer renews these ranks."""
+        for _ in range(seconds):
+            self.reader_s += 1.0
+            for rank in beating:
+                await self.written.renew(rank)
+            await self.watch.look()
 
     def shown(self) -> Mapping[RankId, Mapping[str, Any]]:
         return self.router.known_ranks.facts()
@@ -211,6 +221,66 @@ async def test_strangers_are_not_counted_by_looks(bench: Bench) -> None:
     await bench.watch.look()
 
     assert bench.router.unknown_ranks == 0
+
+
+async def test_rank_whose_indexer_stopped_is_not_exact_and_comes_back(bench: Bench) -> None:
+    """The other rank's goes on. What was written keeps its credit, marked, with the reason."""
+    for rank in (A, B):
+        await bench.write(rank)
+    await bench.look_for(4, beating=(A, B))
+    before = bench.router.belief(A), bench.router.index_problem, bench.router.silent_ranks
+    await bench.look_for(4, beating=(B,))
+    plan = await bench.router.explain(FLEET, REQUEST, VIEW)
+    during = bench.router.belief(A), bench.router.belief(B), bench.router.silent_ranks
+    problem = bench.router.index_problem
+    await bench.look_for(2, beating=(A, B))
+
+    assert before == ((Trust.EXACT, None), None, 0)
+    assert during == ((Trust.DEGRADED, "indexer_silent"), (Trust.EXACT, None), 1)
+    asked = {each.candidate.rank: each.candidate.trust_reason for each in plan.considered}
+    assert asked == {A: "indexer_silent", B: None}
+    assert "no indexer keeps what the index says of 1 rank(s) up to date" in (problem or "")
+    assert bench.router.belief(A) == (Trust.EXACT, None)
+    assert bench.router.index_problem is None
+
+
+async def test_writes_are_signs_of_life(bench: Bench) -> None:
+    """A rank with so much to tell that its heartbeat is late."""
+    await bench.write(A)
+    for epoch in range(2, 10):
+        bench.reader_s += 1.0
+        await bench.write(A, epoch)
+        await bench.watch.look()
+
+    assert bench.router.belief(A) == (Trust.EXACT, None)
+
+
+async def test_rank_that_another_indexer_took_over_is_exact(bench: Bench) -> None:
+    """Whoever writes it."""
+    await bench.write(A)
+    await bench.look_for(5)
+    before = bench.router.belief(A)
+    heir = RedisIndex(RedisConnection(bench.connection.settings))
+    await heir.restore(A, "m")
+    await heir.apply(RankUpdate(rank=A, model="m", epoch=2, seq=0, changes=()))
+    await bench.look_for(1)
+    await heir.aclose()
+
+    assert before == (Trust.DEGRADED, "indexer_silent")
+    assert bench.router.belief(A) == (Trust.EXACT, None)
+
+
+async def test_lost_rank_is_silent_no_more(bench: Bench, server: Any) -> None:
+    """Its lease ended: there is nothing left to be kept up."""
+    await bench.write(A)
+    await bench.look_for(5)
+    before = bench.router.silent_ranks
+    server.command("FLUSHALL")
+    await bench.look_for(2)
+
+    assert before == 1
+    assert bench.router.silent_ranks == 0
+    assert bench.router.index_problem is None
 
 
 async def test_silence_is_a_problem() -> None:

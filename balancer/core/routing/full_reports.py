@@ -45,7 +45,9 @@ class FullReports:
     def ask(self, candidate: Candidate, request: GenerateRequest, now_s: float) -> bool:
         """Whether this request, which prefills on `candidate`, is to ask for it."""
         rank = candidate.rank
-        if not self.interval_s or candidate.trust is not Trust.DEGRADED:
+        # Where its indexer has stopped nobody would hear the report.
+        is_heard = candidate.trust is Trust.DEGRADED and candidate.trust_reason is None
+        if not self.interval_s or not is_heard:
             self._degraded_s.pop(rank, None)
             return False
         since_s = self._degraded_s.setdefault(rank, now_s)

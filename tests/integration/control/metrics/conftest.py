@@ -36,10 +36,12 @@ class Bench:
         self.ledger = LocalLedger(clock=lambda: 0.0)
         self.metrics = BalancerMetrics(self.registry, lambda: self.fleet)
         self.unknown_ranks = 0
+        self.silent_ranks = 0
         collector = FleetCollector(
             fleet=lambda: self.fleet,
             ledger=self.ledger,
             unknown_ranks=lambda: self.unknown_ranks,
+            silent_ranks=lambda: self.silent_ranks,
             fleet_bugs=lambda: 0,
             lost_reports=lambda: 4,
             full_reports=lambda: 5,

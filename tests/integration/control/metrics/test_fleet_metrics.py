@@ -89,6 +89,8 @@ def test_lookups_are_counted_by_outcome(bench: Any) -> None:
 def test_ranks_that_only_the_index_knows_are_counted(bench: Any) -> None:
     """Read from the router when scraped."""
     bench.unknown_ranks = 3
+    bench.silent_ranks = 2
 
+    assert bench.value("kvlb_index_silent_ranks") == 2
     assert bench.value("kvlb_index_unknown_ranks_total") == 3
     assert bench.value("kvlb_fleet_bugs_total") == 0
