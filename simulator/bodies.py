@@ -8,9 +8,10 @@ reads without being strict, "5", 5.0 and true are numbers.
 import json
 from contextlib import suppress
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
@@ -26,6 +27,8 @@ _FLAG: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 _STREAM_FLAGS = ("include_usage", "continuous_usage_stats")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+TokenId = Annotated[int, Meta(ge=0)]
+"""No tokenizer has one below."""
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -132,7 +135,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from simulator.answers import render_message
-from simulator.bodies import decode_body
+from simulator.bodies import TokenId, decode_body
 from simulator.core import tokenizer
 from simulator.core.errors import RequestRefusedError
 from simulator.engine import SimulatedEngine
@@ -20,7 +20,7 @@ class Generated(msgspec.Struct, kw_only=True):
     """One choice of an answer in token ids."""
 
     index: int
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     finish_reason: str | None = "stop"
     stop_reason: int | str | None = None
 

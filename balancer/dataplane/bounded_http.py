@@ -35,6 +35,8 @@ from balancer.core.errors import (
     RequestLateError,
     TargetTooLongError,
 )
+from balancer.core.http.cors import Cors
+from balancer.core.http.headers import Headers
 from balancer.core.http.openai_errors import render_error
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.lookout import Lookout
@@ -307,8 +309,13 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if not is_answered:
             self.drop_cycle()
-        self.transport.write(raw_error(error))
+        self.transport.write(raw_error(error, self._cors_headers()))
         self._part()
+
+    def _cors_headers(self) -> Headers:
+        """What lets a page read why it was refused, as far as the head was read."""
+        cors = Cors(self._limits.cors_origins)
+        return cors.answer(tuple(self.headers), ()) if cors.is_on else ()
 
     def _upgrade(self, rest: bytes) -> None:
         if self.declines_upgrade():
@@ -366,9 +373,10 @@ def _announces_body(header: tuple[bytes, bytes]) -> bool:
     return name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
 
 
-def raw_error(error: BalancerError) -> bytes:
-    """A connection's last answer."""
+def raw_error(error: BalancerError, more: Headers = ()) -> bytes:
+    """A connection's last answer. `more`: further headers."""
     told = render_error(error)
+    headers = (*told.headers, *more)
     lines = [b"HTTP/1.1 %d %b" % (told.status, http.HTTPStatus(told.status).phrase.encode())]
-    lines += [name + b": " + value for name, value in told.headers if name != b"connection"]
+    lines += [name + b": " + value for name, value in headers if name != b"connection"]
     return b"\r\n".join([*lines, b"connection: close", b"", told.body])

@@ -67,6 +67,29 @@ async def test_what_is_for_operators_is_for_no_page(
         assert "access-control-allow-origin" not in each.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "status"),
+    [
+        ("/v1/completions", {"x-long": "a" * 9_000}, 431),
+        ("/v1/completions?" + "a" * 9_000, {}, 414),
+    ],
+)
+async def test_what_is_refused_before_it_is_read_can_be_read_by_the_page(
+    balancer_factory: Any, config: Any, path: str, more: dict[str, str], status: int
+) -> None:
+    """A connection's last answer tells of origins like any other."""
+    config["dataplane"]["max_head_bytes"] = 8192
+    async with balancer_factory(config) as balancer:
+        own = await balancer.http.post(path, json=IDS, headers={"origin": APP, **more})
+        other = await balancer.http.post(
+            path, json=IDS, headers={"origin": "https://evil.example", **more}
+        )
+
+    assert (own.status_code, other.status_code) == (status, status)
+    assert own.headers.get_list("access-control-allow-origin") == [APP]
+    assert "access-control-allow-origin" not in other.headers
+
+
 async def test_it_is_off_by_default(balancer: Any) -> None:
     """A preflight is a method that the path doesn't take."""
     answer = await balancer.http.options("/v1/completions", headers=PREFLIGHT)

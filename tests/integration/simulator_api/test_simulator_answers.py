@@ -148,6 +148,21 @@ async def test_tokenize_renders_a_chat_as_chat_does(api: Any) -> None:
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/detokenize", {"tokens": [1, -1]}),
+        ("/detokenize", {"tokens": [1, "-1"]}),
+        ("/v1/completions", {"prompt": [1, -1]}),
+    ],
+)
+async def test_ids_that_no_tokenizer_has_are_refused(
+    api: Any, path: str, body: dict[str, Any]
+) -> None:
+    """A 400, not a failure of the engine."""
+    assert (await api.post(path, body)).status_code == 400
+
+
 async def test_stop_string_cuts_the_answer(api: Any) -> None:
     """The text ends before the stop string, whole and streamed; the engine stops computing."""
     whole = await api.complete(max_tokens=60)
