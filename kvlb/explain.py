@@ -148,6 +148,9 @@ def _show_leg(name: str, leg: Mapping[str, Any], console: Console) -> None:
         table.add_column(heading, justify="right", style="bold" if is_chosen else None)
     for fact in ("overlap_tokens", "predicted_tokens", "trust"):
         table.add_row(fact.replace("_", " "), *(str(each[fact]) for each in shown))
+    reasons = [each.get("trust_reason") for each in shown]  # an older balancer tells none
+    if any(reasons):
+        table.add_row("because", *(reason or "" for reason in reasons))
     table.add_section()
     for term in dict.fromkeys(term for each in shown for term in each["terms"]):
         table.add_row(term, *(_number(each["terms"].get(term, 0)) for each in shown))

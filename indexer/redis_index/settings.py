@@ -41,7 +41,8 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What an indexer wrote leaves after it has been gone for this long; restarts must be
     quicker."""
     heartbeat_s: PositiveFloat = 1.0
-    """How often the indexer renews leases and looks whether Redis still has what it wrote."""
+    """How often the indexer renews leases and looks whether Redis still has what it wrote. Three missed,
+    at least 3 s, and balancers take the indexer for gone: both need the same figure."""
     connect_timeout_s: PositiveFloat = 1.0
     """For a connection."""
     read_timeout_s: PositiveFloat = 1.0

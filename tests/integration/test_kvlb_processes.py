@@ -1,7 +1,9 @@
 """`kvlb indexer` and `kvlb balancer` around a real Redis, each as it runs, in one test process."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +18,7 @@ import yaml
 
 from indexer.redis_index.settings import RedisSettings
 from kvlb.errors import SettingsError
+from kvlb.explain import explain
 from kvlb.running import ConfigFile, RunningKvlb, run_balancer, run_indexer, run_kvlb
 from kvlb.settings import KvlbSettings, Overrides, load_fleet
 from kvlb.simulated import parse_fleet, simulated_fleet
@@ -128,7 +131,7 @@ async def test_balancer_routes_by_what_the_indexer_wrote(
 
 
 async def test_both_show_what_redis_refuses_and_what_is_known(
-    own_redis: Any, engines: list[str], tmp_path: Path
+    own_redis: Any, engines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It became a replica, then is gone: `/status` of each says so, until all is well again."""
     server = own_redis()
@@ -158,7 +161,10 @@ async def test_both_show_what_redis_refuses_and_what_is_known(
         server.stop()
         without = await kvlb.http.post(f"{kvlb.balancer}/v1/completions", json=PROMPT)
         gone = (await kvlb.get(kvlb.balancer, "/status")).json()
+        asked = json.dumps(PROMPT)
+        await asyncio.to_thread(explain, asked, url=kvlb.balancer, path=None, as_json=False)
 
+    assert re.search(r"because +lookup_(failed|timeout)", capsys.readouterr().out)
     facts = [rank["index"] for each in shown["instances"] for rank in each["ranks"]]
     assert [each["trust"] for each in facts] == ["exact", "exact"]
     assert all(each["epoch"] > 0 for each in facts)

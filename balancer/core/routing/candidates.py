@@ -115,9 +115,10 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 coming_tokens = min(held_blocks + coming_blocks, limit_blocks) * size
                 held_tokens = max(held_tokens, coming_tokens)
             predicted_tokens += held_tokens
-        is_predicted = self.unanswered is not None and predicted_tokens > 0
-        if trust is silent and (is_predicted or ledger.has_guesses(rank)):
-            trust = Trust.APPROXIMATE
+        if trust is silent:
+            is_predicted = self.unanswered is not None and predicted_tokens > 0
+            if is_predicted or ledger.has_guesses(rank):
+                trust = Trust.APPROXIMATE
         return Candidate(
             rank=rank,
             instance=instance,
