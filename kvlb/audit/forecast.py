@@ -6,7 +6,9 @@ Rules:
    nothing else.
 2. While a request may still be looking up its blocks, every further batch is applied and the question
    asked again: those answers are its `steps`.
-3. A second index leaves out what `kv_cache_report_mode: full` re-announced, if anybody used it.
+3. What batches were lost counts for every request that was sent since the batch before them, until a
+   clear or a new life.
+4. A second index leaves out what `kv_cache_report_mode: full` re-announced, if anybody used it.
 
 Cost: one match per request, and one per request under way and batch.
 """
@@ -65,6 +67,8 @@ class Forecast:
     """The cache was reset, unseen, before the request was answered."""
     restarted: bool = False
     """The next thing heard of the rank was a new process."""
+    events_lost: bool = False
+    """Batches before it, of what its cache held, are not in the recording."""
     windows_unnamed: bool = False
     """The rank has groups that leave blocks out, and its events don't say what they need."""
 
@@ -158,6 +162,8 @@ class _RankTimeline:
         """Nothing was heard of the rank since these were sent."""
         self._all: list[_UnderWay] = []
         self._epoch = 1
+        self._has_lost = False
+        self._heard_s = NEVER
         self._windows_unnamed = False
 
     async def run(self, batches: Iterable[TimedBatch]) -> dict[int, Forecast]:
@@ -183,6 +189,7 @@ class _RankTimeline:
             missing_since=self._replay.missing_since(prompt, tokens),
             unsalted_tokens=await self._replay.tokens(Prompt(unsalted, sent.tokens)),
             counted_once_tokens=await self._counted_once.tokens(prompt),
+            events_lost=self._has_lost,
         )
         under_way = _UnderWay(sent, prompt, forecast)
         self._under_way.append(under_way)
@@ -197,6 +204,7 @@ class _RankTimeline:
         await self._replay.apply(timed)
         self._windows_unnamed |= any(_masks_unnamed(event) for event in timed.batch.events)
         clears = any(isinstance(event, AllBlocksCleared) for event in timed.batch.events)
+        self._note_loss(timed, begins_anew=opens_epoch or clears)
         self._under_way = [
             each for each in self._under_way if timed.known_s <= each.sent.t1 + GRACE_S
         ]
@@ -212,6 +220,13 @@ class _RankTimeline:
                 timed.seq > 0 or timed.stamped_s <= each.sent.t1
             )
         self._unheard.clear()
+
+    def _note_loss(self, timed: TimedBatch, *, begins_anew: bool) -> None:
+        if timed.follows_loss:
+            for each in (*self._under_way, *self._unheard):
+                each.forecast.events_lost |= each.sent.t1 >= self._heard_s
+        self._heard_s = timed.stamped_s
+        self._has_lost = (self._has_lost or timed.follows_loss) and not begins_anew
 
     async def _first_announcements(self, timed: TimedBatch) -> list[Event]:
         """The batch without what a request in report mode `full` announced again."""

@@ -30,6 +30,10 @@ UNDER_CAUSES = frozenset({"stored_since", "unseen"})
 EITHER_WAY = frozenset({"index_differs", "too_long_ago"})
 """Causes that are counted for too little as for too much."""
 FAULTS = frozenset({"ghost", "unseen", "index_differs"})
+CLIENT_LEFT = "ClientClosedRequest"
+"""What a balancer says of a request whose client went away."""
+LEFT_ALONE = frozenset({"cancelled", CLIENT_LEFT})
+"""What it says of a leg that did nothing wrong when that happened."""
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """One finished request in `/explain/recent`."""
 
     request_id: str
+    error: str | None = None
     unscorable: str | None = None
     duration_s: float | None = None
     first_byte_s: float | None = None
@@ -115,7 +120,9 @@ def judge(
 
 def _incomparable(decision: Decision, leg: Leg, *, is_after_transfer: bool) -> str | None:
     known = leg.outcome if leg.outcome not in COMPARED else None
+    has_client_left = decision.error == CLIENT_LEFT and leg.error in LEFT_ALONE
     reasons = {
+        "client_left": has_client_left,
         "failed": leg.error is not None,
         "forwarded": leg.leg == "forward",
         "after_transfer": is_after_transfer,

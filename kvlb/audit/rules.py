@@ -163,6 +163,26 @@ def late_event(evidence: Evidence) -> Collection[int]:
     return came | {tokens for tokens in gone if tokens < forecast.tokens}
 
 
+def events_lost(evidence: Evidence) -> Collection[int]:
+    """Lost batches may have told of what others had stored, or that what was credited is gone."""
+    sent, forecast = evidence.sent, evidence.forecast
+    size = forecast.block_size
+    if not forecast.events_lost or not size:
+        return NOTHING
+    earlier = [other for other in evidence.neighbours if other.t0 < sent.t0]
+    left = max((_left_tokens(sent, other) for other in earlier), default=0)
+    return range(0, max(forecast.tokens, evidence.whole_blocks(left) + size), size)
+
+
+def _left_tokens(sent: Sent, other: Sent) -> int:
+    """How much of a prompt an earlier request may have left: its prompt, and its answer after that."""
+    shared = sent.shared_tokens(other)
+    if shared < len(other.tokens):
+        return shared
+    most = other.body.get("max_completion_tokens", other.body.get("max_tokens"))
+    return shared + most if isinstance(most, int) else len(sent.tokens)
+
+
 def windows_unnamed(evidence: Evidence) -> Collection[int]:
     """Before 0.22 events don't say which groups are windows: a hit may end earlier than predicted."""
     forecast = evidence.forecast
@@ -188,6 +208,7 @@ RULES: Sequence[Rule] = (
     Rule("concurrent", concurrent),
     Rule("late_event", late_event),
     Rule("windows_unnamed", windows_unnamed),
+    Rule("events_lost", events_lost),
 )
 
 

@@ -6,7 +6,8 @@ Rules:
    for a replay, and recorded replays answer.
 2. A batch is known from the moment the engine stamped it, if it arrived within `GRACE_S` of
    that; later ones only from their arrival. A busy recorder is not a blind one.
-3. An engine's clock may differ from the recorder's: if the fastest message seems to have travelled
+3. A batch that follows a loss says so: what came between it and the one before isn't known.
+4. An engine's clock may differ from the recorder's: if the fastest message seems to have travelled
    for more than half a second, or backwards, all of its stamps are moved by that much.
 """
 
@@ -42,6 +43,7 @@ class TimedBatch:
     known_s: float
     """From when on a prediction may use it."""
     batch: EventBatch
+    follows_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class RankRecord:
 
     batches: Sequence[TimedBatch]
     counts: Counter[str]
-    """What was not applied, by reason."""
+    """Batches that only a replay had, and what was not applied, by reason."""
 
 
 def order_messages(messages: Sequence[Message], replayed: Sequence[Message]) -> RankRecord:
@@ -66,6 +68,8 @@ class _Recorder:
         self.batches: list[TimedBatch] = []
         self.counts: Counter[str] = Counter()
         self._epoch = 1
+        self._follows_loss = False
+        self._live = {(message.seq, message.payload) for message in messages}
         self._life_began_s = float("-inf")
         self._replayed = sorted(replayed, key=lambda message: message.seq)
         self._clock_ahead_s = _clock_offset_s(messages)
@@ -89,6 +93,7 @@ class _Recorder:
                 case Dropped():
                     self.counts[f"dropped_{effect.reason}"] += 1
                 case GapLost():
+                    self._follows_loss = True
                     self.counts["lost"] += effect.last_seq - effect.first_seq + 1
                 case _:
                     pass
@@ -103,11 +108,19 @@ class _Recorder:
             self.counts[f"rejected_{reason}"] += 1
         stamped_s = batch.ts + self._clock_ahead_s
         known_s = stamped_s if arrived_s - stamped_s <= GRACE_S else arrived_s
+        if (effect.seq, effect.payload) not in self._live:
+            self.counts["replayed"] += 1
         if self.batches:
             known_s = max(known_s, self.batches[-1].known_s)
         timed = TimedBatch(
-            epoch=self._epoch, seq=effect.seq, stamped_s=stamped_s, known_s=known_s, batch=batch
+            epoch=self._epoch,
+            seq=effect.seq,
+            stamped_s=stamped_s,
+            known_s=known_s,
+            batch=batch,
+            follows_loss=self._follows_loss,
         )
+        self._follows_loss = False
         self.batches.append(timed)
 
     def _answer(self, asked: RequestReplay, message: Message) -> list[Effect]:

@@ -40,7 +40,8 @@ def record(
     writer = run_command(record_settings(settings, options, drive))
     console = Console(soft_wrap=True)
     console.print(
-        f"{writer.requests} requests, {writer.messages} event batches\n"
+        f"{writer.requests} requests, {writer.messages} event batches as they came, "
+        f"{writer.replayed} in replays\n"
         f"{writer.events_path}\n{writer.requests_path}",
         markup=False,
         highlight=False,

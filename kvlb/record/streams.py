@@ -79,6 +79,7 @@ async def record_replay(
     except (SocketError, FrameError) as error:
         writer.note("replay_failed", src=station.label, label=label, error=str(error))
         return
+    writer.replayed += len(frames)
     writer.note(
         "replay",
         t1=writer.clock(),

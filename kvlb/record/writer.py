@@ -22,6 +22,9 @@ class CaptureWriter:
         self.requests_path = name.with_name(name.name + REQUESTS)
         self.clock = clock
         self.messages = 0
+        """As they came live."""
+        self.replayed = 0
+        """That replays told, of before and of what was lost."""
         self.requests = 0
         for path in (self.events_path, self.requests_path):
             if path.exists():

@@ -92,6 +92,16 @@ def test_leg_that_says_nothing_of_the_index_is_not_compared(
     assert verdict(row) == (Verdict.NOT_COMPARABLE, reason)
 
 
+@pytest.mark.parametrize("error", ["cancelled", "ClientClosedRequest"])
+def test_leg_whose_client_left_has_not_failed(error: str) -> None:
+    """One that was ended for another reason has, and one that failed before the client left."""
+    left = "ClientClosedRequest"
+
+    assert [each.reason for each in judged(leg(error=error), error=left)] == ["client_left"]
+    assert [each.reason for each in judged(leg(error=error), error="no_instance")] == ["failed"]
+    assert [each.reason for each in judged(leg(error="no_transfer"), error=left)] == ["failed"]
+
+
 @pytest.mark.parametrize("outcome", ["over", "no_index"])
 def test_outcome_of_a_compared_leg_is_no_reason_against_it(outcome: str) -> None:
     """`over` is a difference like any other, and so is nothing predicted of a cold rank."""

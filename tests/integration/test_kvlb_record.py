@@ -133,13 +133,17 @@ async def test_batches_lost_on_the_wire_are_in_the_replay(
     options = RecordOptions(out=tmp_path / "run", requests=16, minutes=None, nonce="test")
     async with simulated_fleet(parse_fleet("1"), ENGINE) as fleet:
         fleet.engines[0].drop_live_batches(3)
-        await record(told(fleet.engines), options, clock, asyncio.Event())
+        writer = await record(told(fleet.engines), options, clock, asyncio.Event())
     capture = read_capture(*find_files(options.out, None))
     report = await audited(capture)
 
-    labels = [note["label"] for note in _rows(options.out) if note["kind"] == "replay"]
-    assert labels == ["before", "after"]
+    replays = [note for note in _rows(options.out) if note["kind"] == "replay"]
+    assert [note["label"] for note in replays] == ["before", "after"]
+    assert writer.replayed == sum(note["n"] for note in replays)
     assert report.phases["serial"].exact == 16
+    told_late = report.events["replayed"]
+    assert told_late > 0
+    assert report.events == {"batches": writer.messages + told_late, "replayed": told_late}
     assert "lost" not in report.events
 
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from kvlb.audit.forecast import Forecast, Step
-from kvlb.audit.rules import Evidence, concurrent, drafting_drops_block, late_event, remote_load
+from kvlb.audit.rules import (
+    Evidence,
+    concurrent,
+    drafting_drops_block,
+    events_lost,
+    late_event,
+    remote_load,
+)
 from kvlb.audit.rules import windows_unnamed as windows_unnamed_rule
 from kvlb.audit.sent import Sent
 
@@ -218,3 +225,36 @@ def test_windows_without_a_name_may_end_a_hit_early(sent: Sending, forecast: For
 def test_named_windows_end_hits_where_predicted(sent: Sending, forecast: Forecasting) -> None:
     """Since 0.22 the index checks them."""
     assert not windows_unnamed_rule(Evidence(sent=sent(), forecast=forecast(48)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "body", "figures"),
+    [
+        pytest.param(PROMPT[:40], {"max_tokens": 1}, [0, 16, 32], id="its-prompt"),
+        pytest.param(PROMPT[:40], {"max_tokens": 9}, [0, 16, 32, 48], id="and-its-answer"),
+        pytest.param(PROMPT[:40], {}, [0, 16, 32, 48, 64], id="and-an-answer-of-any-length"),
+        pytest.param((*PROMPT[:20], 7), {}, [0, 16], id="what-is-shared"),
+    ],
+)
+def test_lost_batches_may_have_told_of_what_others_left(
+    tokens: tuple[int, ...],
+    body: dict[str, Any],
+    figures: list[int],
+    sent: Sending,
+    forecast: Forecasting,
+) -> None:
+    """No more than that, and nothing where none was lost."""
+    other = sent(i=0, t0=8.0, t1=9.0, tokens=tokens, body=body)
+    evidence = Evidence(
+        sent=sent(), forecast=replace(forecast(0), events_lost=True), neighbours=[other]
+    )
+
+    assert list(events_lost(evidence)) == figures
+    assert not events_lost(replace(evidence, forecast=forecast(0)))
+
+
+def test_lost_batches_may_have_told_that_blocks_went(sent: Sending, forecast: Forecasting) -> None:
+    """Any part of what was credited."""
+    evidence = Evidence(sent=sent(), forecast=replace(forecast(48), events_lost=True))
+
+    assert list(events_lost(evidence)) == [0, 16, 32]

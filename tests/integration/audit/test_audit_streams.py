@@ -100,16 +100,41 @@ def test_recorded_replays_fill_gaps(frames_from: int, audit_rows: AuditRows, loa
 
     report = audit_rows([row for row in events if row not in lost], [*requests, replay])
 
-    assert report.events == {"batches": len(events)}
+    assert report.events == {"batches": len(events), "replayed": len(lost)}
     assert (report.phases["serial"].exact, report.phases["serial"].unexplained) == (183, 0)
 
 
 def test_gaps_that_no_replay_fills_are_counted(audit_rows: AuditRows, load: Load) -> None:
-    """What is lost is said, not hidden."""
+    """What is lost is said, not hidden, and what follows from it isn't without a cause."""
     events, requests = load("m2")
     lossy = [row for number, row in enumerate(events) if number % 10 != 5]
 
-    assert audit_rows(lossy, requests).events["lost"] == len(events) - len(lossy)
+    report = audit_rows(lossy, requests)
+    assert report.events["lost"] == len(events) - len(lossy)
+    assert report.explained["events_lost"] > 0
+    assert report.unexplained == 0
+
+
+def test_loss_explains_nothing_after_a_clear(
+    audit_rows: AuditRows, load: Load, bend_payload: BendPayload
+) -> None:
+    """The cache is empty then, and what was lost is of no account; nor does it explain what was before."""
+    events, requests = load("m2")
+    lost, after = [row for row in events if row["src"] == "w0"][27:29]
+
+    def clear(batch: list[Any]) -> list[Any]:
+        return [batch[0], [["AllBlocksCleared"], *batch[1]], *batch[2:]]
+
+    lossy = [row for row in events if row is not lost]
+    bent = [bend_payload(row, clear) if row is after else row for row in lossy]
+    reports = [audit_rows(rows, requests) for rows in (lossy, bent)]
+
+    named = [{row.i for row in each.rows if row.rule == "events_lost"} for each in reports]
+    sent = [row["t0"] for row in requests if row.get("i") in named[0]]
+    assert [each.events["lost"] for each in reports] == [1, 1]
+    assert sent
+    assert min(sent) > lost["t"]
+    assert named[1] == set()
 
 
 def test_duplicates_count_once(audit_rows: AuditRows, load: Load) -> None:
