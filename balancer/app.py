@@ -39,7 +39,7 @@ from balancer.routes import Surface, create_routes
 from balancer.routing.index_watch import IndexWatch
 from balancer.routing.reporting import Reporting
 from balancer.routing.router import Router
-from balancer.sharing import Company, PeerReports, SharingCollector, open_ledger
+from balancer.sharing import SETTLE_S, Company, PeerReports, SharingCollector, open_ledger
 from balancer.siblings import Views
 from balancer.surroundings import TimeAndChance
 from balancer.tokens.stage import TokensStage
@@ -327,10 +327,15 @@ class _Builder:
             await self._engines.close()
 
     async def _settle(self) -> None:
-        """Where others answer meanwhile, know the fleet before the first request."""
+        """Know prompts and peers before the first request; where others answer meanwhile, the fleet."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._company.settle_s):
                 await self._keeper.first_round()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._tokens.is_loaded.wait()
+                if self._sharing is not None:
+                    await self._sharing.joined()
 
     async def _keep(self, app: App) -> None:
         """Watch the instances. There is no balancing without."""

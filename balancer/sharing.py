@@ -27,6 +27,10 @@ BEAT_S = 0.1
 """A gap shows within that time, and a snapshot is here soon after: 250 ms at the most."""
 LEASE_S = 3.0
 """Who is silent for longer has nothing in flight any more."""
+JOIN_BEATS = 2
+"""Others have told of themselves by then, and answered what they were asked."""
+SETTLE_S = 1.0
+"""A process that can't reach others goes on alone after that time."""
 LEAVE_S = 0.5
 RETRY_S = 0.5
 LOG_S = 30.0
@@ -93,6 +97,7 @@ class LoadSharing:
         self._channel = channel
         self._clock = clock
         self._wake = asyncio.Event()
+        self._is_heard = asyncio.Event()
         self._failures = Throttle(LOG_S)
         self.unsent = 0
         """Messages that peers have to ask for."""
@@ -109,6 +114,11 @@ class LoadSharing:
             with suppress(ChannelError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await self._channel.send([self.ledger.leave()])
+
+    async def joined(self) -> None:
+        """Others know of this process by then, and it of them and of what they have in flight."""
+        await self._is_heard.wait()
+        await asyncio.sleep(JOIN_BEATS * BEAT_S)
 
     async def _receive(self) -> None:
         while True:
@@ -137,6 +147,7 @@ class LoadSharing:
     async def _pass_on(self, messages: Sequence[bytes]) -> None:
         try:
             await self._channel.send(messages)
+            self._is_heard.set()
         except ChannelError as error:
             self.unsent += len(messages)
             self._note(error)

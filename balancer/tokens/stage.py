@@ -29,6 +29,8 @@ class TokensStage:
         clock: Callable[[], float],
         strftime_now: Callable[[str], str],
     ) -> None:
+        self.is_loaded = asyncio.Event()
+        """What can be loaded of tokenizers has been."""
         self._pool = TokenPool(
             settings.models,
             workers=settings.workers,
@@ -57,6 +59,7 @@ class TokensStage:
             await self._pool.load()
         except Exception:
             logger.exception("tokenizer_load_failed")
+        self.is_loaded.set()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._parity.run())
             group.create_task(self._media.run())

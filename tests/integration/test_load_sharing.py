@@ -116,6 +116,24 @@ async def running_second(newcomer: Shared, old: Shared) -> AsyncIterator[None]:
         task.cancel()
 
 
+async def test_who_has_joined_is_known_and_knows_what_runs(redis_server: Any) -> None:
+    """Siblings that come to two processes from then on land together."""
+    settings = redis_server.settings()
+    async with open_channel(settings) as first, open_channel(settings) as second:
+        assert first is not None
+        assert second is not None
+        here, there = Shared("here", first), Shared("there", second)
+        async with running(here), asyncio.TaskGroup() as group:
+            here.ledger.hold(WORK)
+            task = group.create_task(there.sharing.run())
+            async with asyncio.timeout(10):
+                await there.sharing.joined()
+
+            assert (here.ledger.peers.count, there.ledger.peers.count) == (1, 1)
+            assert there.requests == 1
+            task.cancel()
+
+
 async def test_load_is_shared_again_after_redis_was_gone(own_redis: Callable[..., Any]) -> None:
     """What happened meanwhile is asked for; nothing is counted twice."""
     redis = own_redis()
