@@ -33,10 +33,11 @@ from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.routing.explain import explain_headers
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
-from balancer.dataplane.beginnings import MAX_HELD_BYTES, check_words, gather
+from balancer.dataplane.beginnings import MAX_HELD_BYTES, check_whole, check_words, gather
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.one_leg import DecodeAnswer
+from balancer.dataplane.passing_stream import Watch
 
 _WORDLESS_BYTES: Final = 1024
 """Longer ones say something, unless they tell of no token."""
@@ -86,7 +87,9 @@ class AnswerPasser:
         answer: UpstreamAnswer,
         first: bytes,
         leg: LegRecord,
-        watch: Callable[[bytes], None] | None = None,
+        watch: Watch | None = None,
+        *,
+        has_word: bool = True,
     ) -> None:
         """Pass on whatever an instance answered. `watch` sees it go by, and b"" at its end."""
         plan = self._record.plan
@@ -94,8 +97,18 @@ class AnswerPasser:
             own = plan_headers(plan)
         else:
             own = ((b"x-kvlb-instance", leg.alias.encode()),)
-        await self._start(answer.status, self._answer_headers(answer.headers, own))
+        headers = self._answer_headers(answer.headers, own)
+        await self._start(answer.status, headers, has_word=has_word)
         await self._pass_rest(answer, first, watch)
+
+    def note_word(self) -> None:
+        """What its client has waited for is here."""
+        if self._record.first_byte_s is None:
+            self._record.first_byte_s = self._clock()
+
+    def note_error(self, leg: LegRecord) -> None:
+        """The stream has passed, and told of an error."""
+        leg.error = self._record.error = "engine_error_event"
 
     async def pass_refusal(self, refused: EngineRefusedError) -> None:
         """Pass on an engine's 4xx or 5xx: status, headers (Retry-After) and body are its own."""
@@ -127,9 +140,9 @@ class AnswerPasser:
         reader = SseReader(withhold_usage=withhold_usage, details=details)
         if withhold_usage or details is not None:
             headers = drop_header(headers, b"content-length")
-        await self._start(decoded.answer.status, headers)
+        await self._start(decoded.answer.status, headers, has_word=decoded.on_word is None)
         self._passes_events = True
-        passage = _Passage(decoded, reader, self._exchange.push, self._clock)
+        passage = _Passage(decoded, reader, self._exchange.push, self._clock, self.note_word)
         try:
             await self._pass_until_done(decoded, passage)
         except EngineError as error:
@@ -140,8 +153,7 @@ class AnswerPasser:
         finally:
             _note_usage(decoded, reader.usage)
         if reader.has_error:
-            decoded.leg.error = "engine_error_event"
-            self._record.error = decoded.leg.error
+            self.note_error(decoded.leg)
         else:
             passage.keep()
         await self._finish()
@@ -180,6 +192,7 @@ class AnswerPasser:
         await self._pass_held(decoded, held, headers)
 
     def _pass_held(self, decoded: DecodeAnswer, held: bytes, headers: Headers) -> Awaitable[None]:
+        check_whole(decoded.answer, held)
         usage = usage_of(held)
         may_be_wordless = (
             len(held) < _WORDLESS_BYTES or usage is None or not usage.completion_tokens
@@ -200,7 +213,7 @@ class AnswerPasser:
         self,
         answer: UpstreamAnswer,
         first: bytes,
-        watch: Callable[[bytes], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Pass `first` and what follows; a cut one breaks the client's connection, too."""
         push = self._exchange.push if watch is None else _tapped(self._exchange.push, watch)
@@ -210,11 +223,11 @@ class AnswerPasser:
                 await exchange.drain()
             while not await answer.hand_to(push):
                 await exchange.drain()
+            if watch is not None:
+                watch(b"")
         except EngineError:
             await exchange.abort()
             raise
-        if watch is not None:
-            watch(b"")
         await self._finish()
 
     def _details(self, decoded: DecodeAnswer) -> bytes | None:
@@ -231,9 +244,11 @@ class AnswerPasser:
         record.first_byte_s = record.ended_s = self._clock()
         return self._exchange.answer(status, headers, body)
 
-    async def _start(self, status: int, headers: Headers) -> None:
+    async def _start(self, status: int, headers: Headers, *, has_word: bool = True) -> None:
+        """`has_word`: a comment isn't what its client has waited for."""
         self._record.status = status
-        self._record.first_byte_s = self._clock()
+        if has_word:
+            self.note_word()
         await self._exchange.start(status, headers)
 
     async def _finish(self) -> None:
@@ -261,7 +276,7 @@ class AnswerPasser:
 class _Passage:
     """One event stream on its way, taken piece by piece as the engine's connection reads it."""
 
-    __slots__ = ("_clock", "_decoded", "_is_computed", "_push", "_raw", "reader")
+    __slots__ = ("_clock", "_decoded", "_is_computed", "_note_word", "_push", "_raw", "reader")
 
     def __init__(
         self,
@@ -269,11 +284,13 @@ class _Passage:
         reader: SseReader,
         push: Callable[[bytes], bool],
         clock: Callable[[], float],
+        note_word: Callable[[], None],
     ) -> None:
         self.reader = reader
         self._decoded = decoded
         self._push = push
         self._clock = clock
+        self._note_word = note_word
         self._is_computed = False
         self._raw = None if decoded.keep is None else bytearray()
 
@@ -283,11 +300,20 @@ class _Passage:
         passed = reader.feed(chunk)
         if not self._is_computed and reader.has_data:
             self._is_computed = True
-            self._decoded.leg.first_token_s = self._clock()
-            self._decoded.guard.first_token()
+            self._on_token()
         if self._raw is not None and len(self._raw) < MAX_HELD_BYTES:
             self._raw += chunk
         return self._push(passed) if passed else True
+
+    def _on_token(self) -> None:
+        decoded = self._decoded
+        if decoded.on_word is not None:
+            if self.reader.has_error:
+                return  # none of it: there was nothing but comments before
+            decoded.on_word()
+            self._note_word()
+        decoded.leg.first_token_s = self._clock()
+        decoded.guard.first_token()
 
     def keep(self) -> None:
         """It is complete; what was too large to be kept isn't told."""
@@ -295,9 +321,7 @@ class _Passage:
             self._decoded.keep(bytes(self._raw))
 
 
-def _tapped(
-    push: Callable[[bytes], bool], watch: Callable[[bytes], None]
-) -> Callable[[bytes], bool]:
+def _tapped(push: Callable[[bytes], bool], watch: Watch) -> Callable[[bytes], bool]:
     def push_watched(chunk: bytes) -> bool:
         watch(chunk)
         return push(chunk)

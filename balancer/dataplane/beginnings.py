@@ -9,6 +9,8 @@ Rules:
    some a chat's opening, before they have computed or loaded anything. A stream that ends or
    begins with an error there has failed like any answer, so another instance may be tried. It is
    one by its beginning, too, whatever kind it names. Where text is asked for an empty 200 has failed.
+   A comment doesn't wait: with one the answer has begun, and what comes next is its client's to see.
+   But of a leg that was handed blocks it does, since that they were read is only seen by the first token.
 3. Blocks are handed over once. A leg that loads them is not written a second time, on whatever
    connection: the first may have been read, and who reads after that reads something else. Nor is
    one that keeps blocks under a name: the engine would have two of that name.
@@ -17,7 +19,7 @@ Rules:
 """
 
 from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from balancer.core.errors import (
     BlocksReadError,
@@ -29,12 +31,13 @@ from balancer.core.errors import (
 )
 from balancer.core.http.gave_up import read_silent
 from balancer.core.http.headers import find_header
-from balancer.core.http.stream_beginning import read_beginning, read_ended
+from balancer.core.http.stream_beginning import has_comment, read_beginning, read_ended
 from balancer.core.http.told_error import (
     DECISIVE_BYTES,
     ToldError,
     begins_as_error,
     begins_as_events,
+    is_json,
     is_usual,
     read_error,
     read_wordless,
@@ -81,7 +84,15 @@ async def check_status(answer: UpstreamAnswer, leg: LegRecord) -> None:
         raise EngineRefusedError(answer.status, answer.headers, body, alias=leg.alias)
 
 
-async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: bool) -> bytes:
+class Beginning(NamedTuple):
+    """The first bytes of an answer."""
+
+    first: bytes
+    has_word: bool
+    """They say something; else they are comments, and what stood before them."""
+
+
+async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: bool) -> Beginning:
     """Wait for the first bytes of a good answer. Raises EngineError.
 
     `is_handed`: the leg loads what another engine computed.
@@ -91,10 +102,10 @@ async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: b
     if answer.status < 400 and not answer.is_event_stream:
         held = answer.take()  # as a rule it came with the headers
         if is_usual(held):
-            return held
+            return Beginning(held, has_word=True)
     try:
         await check_status(answer, leg)
-        return await _first_bytes(answer, leg, held)
+        return await _first_bytes(answer, leg, held, passes_comments=not is_handed)
     except EngineRefusedError as error:
         _blame(error, is_handed=is_handed)
 
@@ -114,7 +125,9 @@ def _blame(error: EngineRefusedError, *, is_handed: bool) -> NoReturn:
     raise error
 
 
-async def forwarded_beginning(answer: UpstreamAnswer, leg: LegRecord, *, generates: bool) -> bytes:
+async def forwarded_beginning(
+    answer: UpstreamAnswer, leg: LegRecord, *, generates: bool
+) -> Beginning:
     """Wait for the first bytes of whatever was answered. Raises EngineError.
 
     Only JSON is looked at for an error inside a 200, and an event stream whose first piece may be
@@ -123,23 +136,37 @@ async def forwarded_beginning(answer: UpstreamAnswer, leg: LegRecord, *, generat
     """
     held = await answer.next_chunk()
     if answer.status != 200 or answer.is_encoded:
-        return held
+        return Beginning(held, has_word=True)
     if generates and not held:
         raise EngineClosedError(_EMPTY)
-    if answer.is_event_stream:
-        is_read = generates or b"error" in held
-        return await _stream_beginning(answer, leg, held) if is_read else held
-    is_json = (find_header(answer.headers, b"content-type") or b"").startswith(_JSON_KIND)
-    if not (is_json or generates):
+    if answer.is_event_stream and (generates or b"error" in held):
+        return await _stream_beginning(answer, leg, held, passes_comments=generates)
+    return Beginning(await _forwarded_whole(answer, leg, held, generates), has_word=True)
+
+
+async def _forwarded_whole(
+    answer: UpstreamAnswer, leg: LegRecord, held: bytes, generates: bool
+) -> bytes:
+    is_json_kind = _is_json(answer)
+    if answer.is_event_stream or not (is_json_kind or generates):
         return held
     held = await _whole_beginning(answer, leg, held)
-    if not (is_json and generates):
+    if not (is_json_kind and generates):
         return held
     held = await gather(answer, held)
+    check_whole(answer, held)
     told = read_wordless(held) or read_silent(held)
     if told is not None:
         raise EngineRefusedError(told.status, _JSON, told.body, alias=leg.alias)
     return held
+
+
+def check_whole(answer: UpstreamAnswer, held: bytes) -> None:
+    """Raise StreamCutError if a whole answer in JSON is none, where nothing else says where it ends."""
+    if not answer.ends_with_connection or len(held) >= MAX_HELD_BYTES:
+        return
+    if _is_json(answer) and not is_json(held):
+        raise StreamCutError("the engine's answer was cut")
 
 
 async def gather(answer: UpstreamAnswer, first: bytes) -> bytes:
@@ -150,20 +177,32 @@ async def gather(answer: UpstreamAnswer, first: bytes) -> bytes:
     return bytes(held)
 
 
-async def _first_bytes(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
+def _is_json(answer: UpstreamAnswer) -> bool:
+    return (find_header(answer.headers, b"content-type") or b"").startswith(_JSON_KIND)
+
+
+async def _first_bytes(
+    answer: UpstreamAnswer, leg: LegRecord, held: bytes, *, passes_comments: bool
+) -> Beginning:
     held = held or await _next_chunk(answer)
     if answer.status != 200:
-        return held  # a redirect, whatever its body says
+        return Beginning(held, has_word=True)  # a redirect, whatever its body says
     if not held:
         raise EngineClosedError(_EMPTY)
     if answer.is_event_stream:
-        return await _stream_beginning(answer, leg, held)
-    return held if answer.is_encoded else await _whole_beginning(answer, leg, held)
+        return await _stream_beginning(answer, leg, held, passes_comments=passes_comments)
+    if not answer.is_encoded:
+        held = await _whole_beginning(answer, leg, held)
+    return Beginning(held, has_word=True)
 
 
-async def _stream_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
+async def _stream_beginning(
+    answer: UpstreamAnswer, leg: LegRecord, held: bytes, *, passes_comments: bool
+) -> Beginning:
     told: ToldError | bool | None = read_beginning(held)
     while not told:
+        if passes_comments and not answer.is_over and has_comment(held):
+            return Beginning(held, has_word=False)
         chunk = await _next_chunk(answer)
         if not chunk:
             told = read_ended(held)
@@ -174,7 +213,7 @@ async def _stream_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes)
         told = read_beginning(held)
     if isinstance(told, ToldError):
         raise EngineRefusedError(told.status, _JSON, told.body, alias=leg.alias)
-    return held
+    return Beginning(held, has_word=True)
 
 
 async def _whole_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) -> bytes:
@@ -185,7 +224,7 @@ async def _whole_beginning(answer: UpstreamAnswer, leg: LegRecord, held: bytes) 
     while len(held) < DECISIVE_BYTES and (chunk := await answer.next_chunk()):
         held += chunk
     if begins_as_events(held):
-        return await _stream_beginning(answer, leg, held)
+        return (await _stream_beginning(answer, leg, held, passes_comments=False)).first
     if not begins_as_error(held):
         return held
     held += await answer.read(MAX_ERROR_BYTES)

@@ -49,6 +49,8 @@ class UpstreamAnswer:
         """One that can be read: nobody has encoded it."""
         self.is_encoded = False
         self.is_complete = False
+        self.ends_with_connection = False
+        """Nothing else says where its end is."""
         self._connection = connection
         self._loop = connection.loop
         self._chunks: deque[bytes] = deque()
@@ -234,7 +236,6 @@ class Connection(asyncio.Protocol):
         self._got_bytes = False
         self._is_head_request = False
         self._keeps_alive = False
-        self._ends_with_connection = False
         self._is_informational = False
         self._header_bytes = 0
         self._headers: list[tuple[bytes, bytes]] = []
@@ -250,7 +251,6 @@ class Connection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
         self._got_bytes = False
         self._is_head_request = method == "HEAD"
-        self._ends_with_connection = False
         self._header_bytes = 0
         self._headers = []
         if self._transport is None or self._transport.is_closing():
@@ -316,7 +316,7 @@ class Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         self._parser = None
         if answer is not None and not answer.is_complete:
-            if exc is None and answer.status and self._ends_with_connection:
+            if exc is None and answer.status and answer.ends_with_connection:
                 answer.on_complete()
             else:
                 self._fail_closed(answer)
@@ -352,7 +352,7 @@ class Connection(asyncio.Protocol):
             ):
                 break
         else:
-            self._ends_with_connection = True
+            self._answer.ends_with_connection = True
         self._answer.on_head(status, headers)
         if self._is_head_request or status in _BODILESS:
             self._answer.on_complete()

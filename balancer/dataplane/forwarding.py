@@ -7,8 +7,9 @@ Rules:
    that doesn't have the path is followed by another without one; the last one's words are the
    answer. A 500 is followed by another where a model is run while the client waits (an engine
    that died says so), not of what may have changed something. No instance is asked twice.
-3. Of what runs a prompt nothing passes before its first word (`dataplane.beginnings`), but of a
-   response in the background, which its client may ask for by its id from then on.
+3. Of what runs a prompt nothing passes before its first word but comments (`dataplane.beginnings`),
+   except of a response in the background, which its client may ask for by its id from then on. Streams
+   are whole if they end as such streams do (`core.http.stream_end`).
 4. A response that an instance keeps (Responses API) is asked of that instance, and what goes on
    from it goes there. If nobody remembers which one it is, the instances are asked, all at once.
 """
@@ -30,6 +31,7 @@ from balancer.core.handlers import Reply, reply_headers
 from balancer.core.http.forwarded import ReadBody, read_body
 from balancer.core.http.headers import Headers, drop_header, find_header
 from balancer.core.http.stored_responses import ResponseIdReader, StoredResponses
+from balancer.core.http.stream_end import StreamEnd
 from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.settings.dataplane import DataPlaneSettings
@@ -40,9 +42,15 @@ from balancer.dataplane.elsewhere import try_places
 from balancer.dataplane.forwarded_request import Forwarded, judge_forwarded
 from balancer.dataplane.handling import Handling
 from balancer.dataplane.leg_sender import LegSender
+from balancer.dataplane.passing_stream import (
+    Watch,
+    watch_end,
+    watch_first_word,
+    watch_id,
+    watching,
+)
 from balancer.dataplane.placing import Place, Placing
 from balancer.dataplane.scoring import ScoredPlace, Scoring
-from indexer.core.types import InstanceId
 
 _SEARCH_S: Final = 2.0
 _MAX_ASKED: Final = 64
@@ -241,34 +249,35 @@ class Forwarding:
         leg: LegRecord,
         guard: LegGuard,
     ) -> None:
-        generates = errand.request.use.generates
-        first = await forwarded_beginning(answer, leg, generates=errand.is_awaited)
-        self._sender.answered(leg)
+        use = errand.request.use
+        first, has_word = await forwarded_beginning(answer, leg, generates=errand.is_awaited)
+        on_word = self._sender.when_answered(leg, has_word=has_word)
         if answer.status >= 400:  # its words pass as they are, but nothing was computed
             refused = EngineRefusedError(answer.status, answer.headers, first, alias=leg.alias)
             guard.__exit__(EngineRefusedError, refused, None)
-        elif generates:
+        elif use.generates and has_word:
             guard.first_token()
-        watch = None
-        if errand.request.use.makes_response and answer.status == 200:
-            watch = self._watch(answer, place.instance.id)
-        await errand.passer.pass_forwarded(answer, first, leg, watch)
+        watch = self._watch(place, errand, answer, leg)
+        if on_word is not None:
+            word_watch = watch_first_word(on_word, guard.first_token, errand.passer.note_word)
+            watch = watching(word_watch, watch)
+        await errand.passer.pass_forwarded(answer, first, leg, watch, has_word=has_word)
 
-    def _watch(self, answer: UpstreamAnswer, holder: InstanceId) -> Callable[[bytes], None]:
-        """Remember who gave a response as soon as its id has passed."""
-        reader = ResponseIdReader(is_stream=answer.is_event_stream)
-
-        def watch(chunk: bytes) -> None:
-            if reader.is_over:
-                return
-            if chunk:
-                reader.feed(chunk)
-            else:
-                reader.finish()
-            if reader.id is not None:
-                self._stored.put(reader.id, holder)
-
-        return watch
+    def _watch(
+        self, place: Place, errand: _Errand, answer: UpstreamAnswer, leg: LegRecord
+    ) -> Watch | None:
+        """Who looks at a good answer as it passes."""
+        use, holder = errand.request.use, place.instance.id
+        if answer.status != 200:
+            return None
+        id_watch = end_watch = None
+        if use.makes_response:
+            reader = ResponseIdReader(is_stream=answer.is_event_stream)
+            id_watch = watch_id(reader, lambda kept: self._stored.put(kept, holder))
+        if use.generates and answer.is_event_stream:
+            end = StreamEnd(needs_mark=use.marks_end and errand.is_awaited)
+            end_watch = watch_end(end, lambda: errand.passer.note_error(leg))
+        return watching(id_watch, end_watch)
 
 
 def _is_lacking(error: EngineError) -> bool:

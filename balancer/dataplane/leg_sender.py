@@ -5,6 +5,7 @@ Cost: plain calls. Every request passes here, so there is no generator behind a 
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 
 from balancer.core.errors import (
@@ -122,8 +123,15 @@ class LegSender:
             leg.ended_s = self._clock()
             self.reliability.ended(leg, error)
 
+    def when_answered(self, leg: LegRecord, *, has_word: bool) -> Callable[[], None] | None:
+        """Its answer begins: with a word, or else what is returned is to be told of the first."""
+        if has_word:
+            self.answered(leg)
+            return None
+        return partial(self.answered, leg)
+
     def answered(self, leg: LegRecord) -> None:
-        """The first byte of its answer is here."""
+        """The first byte of its answer is here that isn't a comment's."""
         leg.first_byte_s = self._clock()
         self.reliability.answered(leg)
 

@@ -7,7 +7,8 @@ Rules:
 2. A prefill leg's answer is read whole and must let the connector write the decode leg. If it
    doesn't, or the engine fails, another prefill instance may mend it: `PrefillLegError`. What the
    client got wrong (4xx of the prefill engine) is its answer.
-3. A decode leg has succeeded when its answer's first token is here; then it is delivered.
+3. A decode leg has succeeded when its answer's first token is here; then it is delivered. One that
+   begins with a comment is delivered before, and is no success yet.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -62,6 +63,8 @@ class DecodeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """It loads what another engine computed, or finds it by a name."""
     keep: Callable[[bytes], None] | None = None
     """Wants the whole answer once it is complete, if it isn't too large."""
+    on_word: Callable[[], None] | None = None
+    """Wants to hear of its first token, where that isn't in `first`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +175,8 @@ class LegCarrier:
                 job, candidate, leg_body(job, request), leg_headers(job, request), on_ready=on_ready
             )
             try:
-                first = await good_beginning(answer, leg, is_handed=is_handed)
-                self._sender.answered(leg)
+                first, has_word = await good_beginning(answer, leg, is_handed=is_handed)
+                on_word = self._sender.when_answered(leg, has_word=has_word)
                 await deliver(
                     DecodeAnswer(
                         answer=answer,
@@ -183,6 +186,7 @@ class LegCarrier:
                         plan=plan,
                         is_handed=is_handed,
                         keep=self._keeper(job, plan),
+                        on_word=on_word,
                     )
                 )
             finally:
@@ -224,10 +228,10 @@ class LegCarrier:
             try:
                 status = leg.status = answer.status
                 if status < 400 and not answer.is_event_stream and is_usual(answer.piece):
-                    first = answer.take()
+                    first, has_word = answer.take(), True
                 else:
-                    first = await good_beginning(answer, leg, is_handed=False)
-                sender.answered(leg)
+                    first, has_word = await good_beginning(answer, leg, is_handed=False)
+                on_word = sender.when_answered(leg, has_word=has_word)
                 await deliver(
                     DecodeAnswer(
                         answer=answer,
@@ -235,6 +239,7 @@ class LegCarrier:
                         leg=leg,
                         guard=route.decode_guard,
                         plan=route.plan,
+                        on_word=on_word,
                     )
                 )
             finally:

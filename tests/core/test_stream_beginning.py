@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.core.http.stream_beginning import read_beginning, read_ended
+from balancer.core.http.stream_beginning import (
+    FirstWord,
+    has_comment,
+    read_beginning,
+    read_ended,
+)
 from balancer.core.http.told_error import ToldError
 
 OPENING = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -101,3 +106,41 @@ def test_more_bytes_never_unsay_anything(before: list[bytes], fails: bool) -> No
     begun = b"".join(before) + (FAILED if fails else TOKEN)
 
     assert read_beginning(begun) == read_beginning(begun + FAILED) == read_beginning(begun + TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        pytest.param(b": keep-alive\n\n", True, id="alone"),
+        pytest.param(b"\xef\xbb\xbf:\r\n\r\n", True, id="byte-order-mark"),
+        pytest.param(OPENING + b": a\r\r", True, id="behind-an-opening"),
+        pytest.param(b"retry: 10\n: a\n\n", True, id="behind-a-field"),
+        pytest.param(b": keep-alive\n", False, id="not-whole"),
+        pytest.param(b": a\n" + OPENING, False, id="of-an-event"),
+        pytest.param(b"id: 1\n\n", False, id="colon-within"),
+        pytest.param(b"", False, id="nothing"),
+    ],
+)
+def test_a_comment_that_stands_for_itself_is_found(held: bytes, found: bool) -> None:
+    """One that belongs to an event waits with it."""
+    assert has_comment(held) is found
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_first_word_behind_comments_is_told_once(size: int) -> None:
+    """However the stream is cut."""
+    stream = b": a\n\n" + OPENING + b": b\r\n\r\n" + TOKEN + TOKEN
+    word = FirstWord()
+
+    told = [word.take(stream[at : at + size]) for at in range(0, len(stream), size)]
+
+    assert told.count(True) == 1
+    assert word.is_over
+
+
+def test_an_error_behind_comments_is_no_word() -> None:
+    """Nor is what follows it."""
+    word = FirstWord()
+
+    assert [word.take(each) for each in (b": a\n\n", FAILED, TOKEN)] == [False] * 3
+    assert word.is_over

@@ -13,7 +13,7 @@ Rules:
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from balancer.core.errors import BalancerError, MethodNotAllowedError, PathNotFoundError
@@ -42,6 +42,8 @@ class EnginePath:
     """It runs a prompt on one rank of an instance, as the scored paths do."""
     infers: bool = False
     """It runs a model over what it is sent, and keeps nothing: it may be done again elsewhere."""
+    marks_end: bool = False
+    """Its streams end with an event that says so: one that stops before was cut."""
     makes_response: bool = False
     """Its answers are kept by the instance that gave them, under an id."""
     endpoint: Endpoint | None = None
@@ -95,7 +97,6 @@ _PATHS |= dict.fromkeys(
     (
         "/cohere/v2/chat",
         "/generative_scoring",
-        "/invocations",
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/v1/chat/completions/batch",
@@ -107,12 +108,15 @@ _PATHS |= {
         use=PathUse.FORWARD,
         generates=True,
         infers=True,
+        marks_end=True,
         scored=each,
         makes_response=each is Endpoint.RESPONSES,
     )
     for each in Endpoint
     if each not in SPLIT
 }
+_PATHS["/invocations"] = replace(_FORWARD_GENERATE, marks_end=True)
+"""A chat or a completion, as its body says."""
 _PATHS["/tokenizer_info"] = EnginePath(use=PathUse.FORWARD, methods=_READ)
 _PATHS["/v1/realtime"] = EnginePath(use=PathUse.SESSION)
 

@@ -6,7 +6,9 @@ Rules:
    (`core.http.gave_up`), say nothing: an engine may send them before it has
    computed, or loaded, anything, and then fail.
 2. The first event that says something decides. An error that comes after it is the client's to see.
-3. What is no complete event yet says nothing, unless it is longer than any error. Once the stream has
+3. A comment without data says nothing either, but is for the client to see at once: it is how an engine
+   keeps a connection alive while it computes (`--sse-keep-alive-interval`).
+4. What is no complete event yet says nothing, unless it is longer than any error. Once the stream has
    ended it may be an error all the same: one that was written as if no stream had been asked for.
 
 Cost: a split of the few bytes that came first; a decode only of what names an error.
@@ -27,6 +29,7 @@ from balancer.core.http.told_error import (
 
 _EVENT_END: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _ERROR_NAME: Final = re.compile(rb"(?:^|[\r\n])event: ?error[\r\n]")
+_COMMENT: Final = re.compile(rb"(?:^|[\r\n]):")
 _LONGEST_BYTES: Final = 64 * 1024
 
 
@@ -43,6 +46,39 @@ def read_beginning(held: bytes) -> ToldError | bool:
         if says:
             return says
     return len(held) > _LONGEST_BYTES
+
+
+def has_comment(held: bytes) -> bool:
+    """Tell whether a comment that stands for itself is complete."""
+    start = len(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else 0
+    for end in _EVENT_END.finditer(held):
+        event = held[start : end.end()]
+        start = end.end()
+        if _COMMENT.search(event) is not None and data_of(event) is None:
+            return True
+    return False
+
+
+class FirstWord:
+    """Looks for the first event that says something, in a stream that began with a comment."""
+
+    __slots__ = ("_held", "is_over")
+
+    def __init__(self) -> None:
+        self.is_over = False
+        """It is here, or is an error, so that none is to come."""
+        self._held = b""
+
+    def take(self, chunk: bytes) -> bool:
+        """Whether it is in this piece."""
+        if self.is_over:
+            return False
+        self._held += chunk
+        says = read_beginning(self._held)
+        self.is_over = bool(says)
+        ends = [end.end() for end in _EVENT_END.finditer(self._held)]
+        self._held = self._held[ends[-1] :] if ends else self._held
+        return says is True
 
 
 def read_ended(held: bytes) -> ToldError | None:

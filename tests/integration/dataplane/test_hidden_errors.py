@@ -81,6 +81,16 @@ def labelled(kind: str, *pieces: bytes) -> Callable[[Any, Any], Awaitable[None]]
     return script
 
 
+def at_once(kind: str, piece: bytes) -> Callable[[Any, Any], Awaitable[None]]:
+    """An answer whose end comes with it."""
+
+    async def script(received: Any, wire: Any) -> None:
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(piece)}\r\n\r\n"
+        await wire.raw(head.encode() + piece)
+
+    return script
+
+
 JSON, EVENTS = "application/json", "text/event-stream"
 CHAT_OPENS = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
 WHOLE = json.dumps(NESTED).encode()
@@ -92,13 +102,13 @@ ODD = {
     "no-json": labelled("text/plain", WHOLE),
     "events-as-json": labelled(JSON, event(NESTED), DONE),
     "events-cut": labelled(EVENTS, event(NESTED)[:12], event(NESTED)[12:]),
-    "comment-first": labelled(EVENTS, b": ping\n\n", event(NESTED)),
+    "comment-first": labelled(EVENTS, b": ping\n\n" + event(NESTED)),
     "retry-first": labelled(EVENTS, b"retry: 10\n\n", event(NESTED)),
     "empty-data-first": labelled(EVENTS, b"data:\n\n", event(NESTED)),
     "chat-opening-first": labelled(EVENTS, CHAT_OPENS, event(NESTED)),
     "empty": labelled(JSON),
     "empty-stream": labelled(EVENTS),
-    "comments-alone": labelled(EVENTS, b": ping\n\n"),
+    "comments-alone": at_once(EVENTS, b": ping\n\n"),
 }
 
 
@@ -335,13 +345,14 @@ async def test_what_was_said_first_passes_on_every_path(
 ) -> None:
     """Openings are held back until then, and then are there."""
     word = named({"type": "content_block_delta", "delta": {"text": "a"}})
+    rest = MESSAGE_ENDS + named({"type": "message_stop"})
     async with (
-        engine(streaming(MESSAGE_OPENS, word, MESSAGE_ENDS)) as e,
+        engine(streaming(MESSAGE_OPENS, word, rest)) as e,
         balancer(instance(e)) as proxy,
     ):
         answer = await client.post(proxy.url + "/v1/messages", json={"model": "m", "stream": True})
 
-    assert (answer.status_code, answer.content) == (200, MESSAGE_OPENS + word + MESSAGE_ENDS)
+    assert (answer.status_code, answer.content) == (200, MESSAGE_OPENS + word + rest)
 
 
 async def test_a_response_that_is_kept_as_failed_is_shown(
