@@ -169,8 +169,8 @@ class RankBlocks:
         if self._stored > self._room:
             self._room = self._bound.enforce(self._known, batch, self.counts)
             self._stored = 0
-        if self._groups.windows:
-            self._groups.resolve_windows()
+        if self._groups.windows or len(self._known) > 1:
+            self._groups.end_batch(batch.events)
         self._tree.sweep()
 
     def take(self, seq: int, digest: int = 0) -> RankUpdate:

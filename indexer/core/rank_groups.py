@@ -12,15 +12,18 @@ Rules:
 4. After a clear all of this begins anew: a group that isn't told of again limits no hit, and one
    that was taken for a window may turn out to be full.
 5. A rank is unfollowed while its stores are refused for their group: any, without a full group; with
-   one, many in a row without a kind. Its full group is one that the engine doesn't use, then.
+   one, many in a row without a kind. Its full group is one that the engine doesn't use, then. So it
+   is, too, once one of several full groups has heard nothing in many batches of the others: a model's
+   full groups are told of together, and a hit needs all of them.
 
 Cost: nothing for an event whose group is known, of its block size and kind.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from indexer.core.block_tree import BlockTree
-from indexer.core.events import BlockStored
+from indexer.core.events import BlockStored, Event
 from indexer.core.full_group import FullGroup
 from indexer.core.index import BlocksShared, Change, GroupKind, GroupSpec
 from indexer.core.kinds import is_aligned, spec_of
@@ -30,13 +33,14 @@ from indexer.core.window_group import WindowGroup
 Group = FullGroup | WindowGroup
 
 _MOST_REFUSED = 64
-"""Stores of other groups in a row: a window with small blocks publishes more often than a full group."""
+"""Stores of other groups in a row, or batches: a group with small blocks publishes more often."""
 
 
 class RankGroups:
     """Of one rank in one epoch."""
 
     __slots__ = (
+        "_behind",
         "_counts",
         "_keeps_rows",
         "_max_parked_blocks",
@@ -75,10 +79,14 @@ class RankGroups:
         self._keeps_rows = keeps_rows
         self._new: list[Change] = []
         self._refused_in_row = 0
+        self._behind: Counter[int] = Counter()
+        """By full group, where there are several: batches of the others since its last."""
 
     @property
     def is_unfollowed(self) -> bool:
         """What the engine stores is refused for its group: nothing is known of its cache."""
+        if any(batches > _MOST_REFUSED for batches in self._behind.values()):
+            return True
         return self._refused_in_row > (_MOST_REFUSED if self.fulls else 0)
 
     def for_event(self, event: BlockStored) -> Group | None:
@@ -95,8 +103,7 @@ class RankGroups:
         if not is_sure and not self._looks_full(event, group):
             self._refuse(event)
             return None
-        if event.kind is None:
-            self._refused_in_row = 0
+        self._refused_in_row = 0
         return group
 
     def add(self, spec: GroupSpec) -> Group:
@@ -108,6 +115,7 @@ class RankGroups:
         if replaced is not None:
             replaced.clear()
         self.by_number[spec.group] = group
+        self._behind.clear()
         self.fulls = [each for each in self.by_number.values() if isinstance(each, FullGroup)]
         self.windows = [each for each in self.by_number.values() if isinstance(each, WindowGroup)]
         if self.windows:
@@ -124,6 +132,7 @@ class RankGroups:
         self.fulls, self.windows, self._new = [], [], []
         self.masked.clear()
         self.sized_by_gpu.clear()
+        self._behind.clear()
         self._refused_in_row = 0
 
     def descriptions(self) -> list[Change]:
@@ -142,7 +151,14 @@ class RankGroups:
         """The index knows all of them; not where their tables are now."""
         self._new = [change for change in self._new if isinstance(change, BlocksShared)]
 
-    def resolve_windows(self) -> None:
+    def end_batch(self, events: Sequence[Event]) -> None:
+        """What needs all events of a batch: windows, and full groups beside each other."""
+        if self.windows:
+            self._resolve_windows()
+        if len(self.fulls) > 1:
+            self._compare_fulls(events)
+
+    def _resolve_windows(self) -> None:
         """Give keys to window blocks whose hash a full group has named."""
         named = [(full, full.take_named()) for full in self.fulls]
         for window in self.windows:
@@ -150,6 +166,13 @@ class RankGroups:
                 if window.spec.block_size == full.spec.block_size:
                     window.resolve(hashes, full.key_of)
             window.forget_fresh()
+
+    def _compare_fulls(self, events: Sequence[Event]) -> None:
+        """Which of several full groups it told of."""
+        told = {event.group for event in events if event.what == "stored" and event.token_ids}
+        fulls = {full.spec.group for full in self.fulls}
+        if told & fulls:
+            self._behind = Counter({each: self._behind[each] + 1 for each in fulls - told})
 
     def _group_of(self, spec: GroupSpec) -> Group:
         if spec.kind is not GroupKind.FULL:

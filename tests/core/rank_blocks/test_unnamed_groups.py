@@ -84,6 +84,17 @@ def test_rank_whose_full_group_is_not_told_of_is_unfollowed() -> None:
     assert not blocks_after(full, *window, full, *window).is_unfollowed
 
 
+def test_full_group_that_hears_nothing_while_another_does_is_none() -> None:
+    """A hit needs both, so the rank's credit would be too little for good: a clear ends that."""
+    one, other = stored(0, [1], 2), stored(1, [1], 2)
+    none_told = stored(2, [2], 4)
+
+    assert not blocks_after(one, other, *[one] * 64, *[none_told] * 9).is_unfollowed
+    assert blocks_after(one, other, *[one] * 65).is_unfollowed
+    assert not blocks_after(one, other, *[one] * 65, other).is_unfollowed
+    assert not blocks_after(one, other, *[one] * 65, AllBlocksCleared(), one).is_unfollowed
+
+
 def test_kinds_that_are_not_followed_beside_a_full_group_are_no_fault() -> None:
     """Named ones can't be a full group that was mistaken."""
     chunked = BlockStored(

@@ -40,11 +40,15 @@ async def test_group_number_that_no_model_has_costs_only_its_event(
 async def test_stray_group_is_forgotten_with_a_clear(
     benching: Benching, tokens: Tokens, stored: Event
 ) -> None:
-    """It looks like any other: until then a hit needs its blocks, too."""
+    """It looks like any other: until then a hit needs its blocks, too, and soon that isn't exact."""
     async with benching() as bench:
         usual = stored(1, 2, group_idx=0, kv_cache_spec_kind=KIND)
         await bench.publish(usual, stored(9, first=50, group_idx=1, kv_cache_spec_kind=KIND))
         assert await bench.overlap(tokens(40)) == 0
+        for _ in range(65):
+            await bench.publish(usual)
+        status = bench.service.rank_status(R0)
+        assert (status.trust, status.trust_reason) == (Trust.DEGRADED, "unsupported_group")
 
         await bench.publish({"type": "AllBlocksCleared"})
         await bench.publish(usual)
