@@ -70,7 +70,8 @@ def answer_whole(
             tokens=101,
             others=0,
         )
-        learned.on_whole(rank, whole)
+        if learned.takes_whole(rank, now_s=100.0 + number):
+            learned.on_whole(rank, whole)
 
 
 def test_answers_in_one_piece_teach_each_rank_its_own_pace() -> None:
@@ -86,6 +87,16 @@ def test_answers_in_one_piece_teach_each_rank_its_own_pace() -> None:
     assert learned.rates(RANK).prefill_s_per_token == pytest.approx(1e-4)
     assert learned.rates(OTHER).prefill_s_per_token == pytest.approx(4e-4)
     assert learned.rates(OTHER).step_s == pytest.approx(0.02, rel=0.2)
+
+
+def test_of_many_answers_in_one_piece_fifty_a_second_are_looked_at() -> None:
+    """Each rank's own; those between would cost more than they tell."""
+    learned = LearnedRates()
+    ends_s = [100 + number / 1000 for number in range(1000)]
+    taken = [learned.takes_whole(RANK, now_s) for now_s in ends_s]
+
+    assert 45 <= sum(taken) <= 50
+    assert learned.takes_whole(OTHER, ends_s[-1])
 
 
 def test_streams_know_better_than_answers_in_one_piece() -> None:

@@ -317,8 +317,10 @@ class LocalLedger:
         if work.block_size:  # of other prompts it doesn't know either
             book.shadow.answer(tokens, self._clock())
         if work.kind == "whole" and not work.streamed:
-            self._settle_due(book, self._clock())
-            self._learned.on_whole(work.rank, book.whole_answer(leg, self._clock()))
+            now_s = self._clock()
+            if self._learned.takes_whole(work.rank, now_s):
+                self._settle_due(book, now_s)
+                self._learned.on_whole(work.rank, book.whole_answer(leg, now_s))
         elif decoded and work.streamed and leg.first_s is not None:
             self._learned.on_decoded(
                 work.rank,
