@@ -123,3 +123,4 @@ def malformed(topic: bytes) -> Iterator[Frames]:
     yield [topic, bytes(8)]
     yield [topic, b"short", b"payload"]
     yield [topic, b"\xfe" * 8, b"\xc1 no msgpack"]
+    yield [topic, bytes(3) + b"\xfe" * 5, b"\xc1 under a number that could come"]
