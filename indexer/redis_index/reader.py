@@ -19,7 +19,9 @@ from indexer.redis_index.keys import model_keys
 from indexer.redis_index.layout import Layout, build_layout
 from indexer.redis_index.packing import PackedKeys
 
-_MOST_TRIES = 4
+_MOST_TRIES = 16
+"""A rank that joins changes the table a few times in a row, a millisecond apart; its caller has a
+deadline, so this only ends what would never come to an end."""
 _MOST_MODELS = 256
 """Layouts kept. Models asked for come from requests: unknown ones must not pile up."""
 _MISSED_BEATS = 3
