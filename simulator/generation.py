@@ -66,8 +66,8 @@ class Generation:
         return True
 
     async def _run_stream(self) -> bool:
-        """Stream in the events of the subclass's own API."""
-        raise NotImplementedError
+        """Stream in the events of the subclass's own API; one without streams answers in one piece."""
+        return await self._run_whole()
 
     async def _next_choice(self) -> Choice:
         """Wait for a token of an open choice and return that choice."""

@@ -107,11 +107,11 @@ def render_instance(
         "ranks": [
             {
                 "rank": rank.rank,
-                "trust": trust(rank)[0].value,
-                "trust_reason": trust(rank)[1],
+                "trust": believed.value,
+                "trust_reason": why,
                 "load": to_builtins(ledger.load(rank)),
                 "index": facts.get(rank),
             }
-            for rank in instance.rank_ids()
+            for rank, (believed, why) in ((each, trust(each)) for each in instance.rank_ids())
         ],
     }

@@ -1,6 +1,5 @@
 """Two real engines that prefill and decode: predictions, hit rate, texts, a restart under traffic."""
 
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -14,8 +13,6 @@ SEED = 20261129
 COUNT, TURNS = 20, 3
 LONG = {"max_tokens": 1200, "min_tokens": 1200, "stream": True}
 """Some seconds of answer: an engine was once done with 400 tokens before it was killed."""
-PAUSE_S = 0.1
-"""Between requests while an engine starts: without it the other one's busy loops take its core."""
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +162,6 @@ def test_a_restarted_engine_gets_no_credit_for_what_it_lost(
         during = []
 
         def is_back() -> bool:
-            time.sleep(PAUSE_S)
             during.append(ask(chats, next(turns) % (COUNT // 2)))
             return bool(cold[victim].is_ready() and kvlb.is_warm())
 

@@ -123,6 +123,7 @@ async def test_path_that_nobody_has_is_refused_in_the_engines_words(
     """Each instance is asked once per request; the last one's answer is the client's."""
 
     async def not_built(received: Any, wire: Any) -> None:
+        # Engines' own word for a path that their release or model doesn't have.
         error = {"message": "no", "type": "NotImplementedError", "param": None, "code": 501}
         await wire.json({"error": error}, 501)
 
