@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 import msgspec
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
@@ -22,6 +21,7 @@ from balancer.asgi import App
 from balancer.core.fleet.view import RankFacts
 from balancer.core.settings.errors import ConfigError
 from balancer.fleet.control import FleetLinks
+from balancer.fleet.control_http import ControlHttp
 from balancer.fleet.engine_sockets import tls_context
 from balancer.fleet.members import Members
 from balancer.guards import guard
@@ -307,9 +307,7 @@ async def _new_indexer(
         index=opened.index,
         journal=opened.journal,
         reports=reports,
-        http=await stack.enter_async_context(
-            httpx.AsyncClient(trust_env=False, verify=tls_context())
-        ),
+        http=await stack.enter_async_context(ControlHttp(trust_env=False, verify=tls_context())),
     )
     registry.register(IndexerCollector(indexer))
     return indexer

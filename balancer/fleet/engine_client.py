@@ -25,6 +25,7 @@ from balancer.core.fleet.probe_state import SLEEPING, ProbeAnswer, ProbeOutcome
 from balancer.core.fleet.transfer_facts import Inquiry, TransferFacts
 from balancer.core.http.own_mark import balancer_reason
 from balancer.core.prompt.rendered import Rendered, RenderQuestion, read_rendered
+from balancer.fleet.control_http import ControlHttp
 from balancer.fleet.engine_sockets import NO_FILES_LEFT, causes, tls_context
 from indexer.core.model_cards import ServedModels, parse_model_list
 from indexer.core.types import InstanceId
@@ -75,7 +76,7 @@ class EngineClient:
         self._http = self._open()
 
     def _open(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
+        return ControlHttp(
             verify=self._tls,
             timeout=self._timeout_s,
             trust_env=False,
