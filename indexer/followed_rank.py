@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import structlog
-import zmq.asyncio
 
 from indexer.claims import Claim, TopicSharedError
 from indexer.config import RankSource
@@ -18,6 +17,7 @@ from indexer.core.rank_status import RankCounts, RankStatus
 from indexer.ports import Ports
 from indexer.rank_judge import RankJudge
 from indexer.rank_writer import RankWriter, WritingMeans
+from indexer.sockets import ZmqContext
 from indexer.subscriber import RankSubscriber
 
 _logger = structlog.get_logger(__name__)
@@ -33,7 +33,7 @@ class FollowedRank:
         source: RankSource,
         *,
         means: WritingMeans,
-        context: zmq.asyncio.Context,
+        context: ZmqContext,
         ports: Ports,
     ) -> None:
         self.source = source

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import zmq.asyncio
+import zmq
 
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import EventBatch, UndecodableBatchError, decode_batch
@@ -98,7 +98,7 @@ async def follow(
     It begins with what the engine can still replay. What `on_item` raises ends it, in a group.
     `on_connection` hears whether there is a publisher, whenever that changes.
     """
-    with zmq.asyncio.Context() as context:
+    with zmq.Context() as context:
         subscriber = RankSubscriber(
             source,
             sink=_Tap(on_item),

@@ -17,14 +17,13 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 import structlog
-import zmq.asyncio
 
 from indexer.claims import Claims
 from indexer.config import Direction, IndexerConfig, RankSource
 from indexer.core.frames import FrameError, parse_live
 from indexer.core.rank_status import PortStatus
 from indexer.core.throttle import Throttle
-from indexer.sockets import Frames, LiveSocket, SocketError
+from indexer.sockets import Frames, LiveSocket, SocketError, ZmqContext
 
 _logger = structlog.get_logger(__name__)
 
@@ -56,7 +55,7 @@ class LivePort:
         *,
         direction: Direction,
         config: IndexerConfig,
-        context: zmq.asyncio.Context,
+        context: ZmqContext,
         clock: Callable[[], float],
     ) -> None:
         self.endpoint = endpoint
@@ -180,7 +179,7 @@ class Ports:
         self,
         *,
         config: IndexerConfig,
-        context: zmq.asyncio.Context,
+        context: ZmqContext,
         clock: Callable[[], float],
         group: asyncio.TaskGroup,
     ) -> None:

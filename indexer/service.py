@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 import httpx
 import structlog
-import zmq.asyncio
+import zmq
 
 from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.block_tree import BlockTree
@@ -26,6 +26,7 @@ from indexer.followed_rank import FollowedRank
 from indexer.ports import Ports
 from indexer.rank_writer import WritingMeans
 from indexer.report_desk import ReportDesk
+from indexer.sockets import ZmqContext
 from indexer.sources import FoundSources, SourceError, find_sources
 from indexer.turns import TURN_S, WRITING_TURN_S, Turns
 
@@ -74,7 +75,7 @@ class _Running:
     """What exists only while the service runs."""
 
     group: asyncio.TaskGroup
-    context: zmq.asyncio.Context
+    context: ZmqContext
     ports: Ports
 
 
@@ -128,7 +129,7 @@ class IndexerService:
 
     async def run(self) -> None:
         """Follow the fleet until cancelled."""
-        with zmq.asyncio.Context() as context:
+        with zmq.Context() as context:
             async with asyncio.TaskGroup() as group:
                 ports = Ports(config=self._config, context=context, clock=self._clock, group=group)
                 self._ports = ports

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Final, Protocol, assert_never
 
 import structlog
-import zmq.asyncio
 
 from indexer.config import IndexerConfig, RankSource
 from indexer.core.events import batch_ts
@@ -39,7 +38,7 @@ from indexer.core.stream_effects import (
 )
 from indexer.core.types import Trust
 from indexer.core.witness import Evidence
-from indexer.sockets import ReplaySocket, SocketError
+from indexer.sockets import ReplaySocket, SocketError, ZmqContext
 from indexer.turns import Turns
 
 _logger = structlog.get_logger(__name__)
@@ -74,7 +73,7 @@ class RankSubscriber:
         *,
         sink: StreamSink,
         config: IndexerConfig,
-        context: zmq.asyncio.Context,
+        context: ZmqContext,
         clock: Callable[[], float],
         counts: RankCounts,
     ) -> None:

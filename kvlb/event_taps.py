@@ -9,11 +9,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-import zmq.asyncio
-
 from indexer.config import RankSource
 from indexer.core.frames import FrameError, parse_live
-from indexer.sockets import Frames, LiveSocket, SocketError
+from indexer.sockets import Frames, LiveSocket, SocketError, ZmqContext
 
 
 class Listener(Protocol):
@@ -32,9 +30,7 @@ class Listener(Protocol):
 
 
 @asynccontextmanager
-async def tapped(
-    listeners: Iterable[Listener], context: zmq.asyncio.Context
-) -> AsyncIterator[None]:
+async def tapped(listeners: Iterable[Listener], context: ZmqContext) -> AsyncIterator[None]:
     """Listen until the block ends."""
     by_endpoint: dict[str, list[Listener]] = {}
     for listener in listeners:
@@ -51,9 +47,7 @@ async def tapped(
                 task.cancel()
 
 
-async def _listen(
-    endpoint: str, listeners: Sequence[Listener], context: zmq.asyncio.Context
-) -> None:
+async def _listen(endpoint: str, listeners: Sequence[Listener], context: ZmqContext) -> None:
     direction = listeners[0].source.direction
     try:
         socket = LiveSocket(endpoint, direction=direction, high_water=0, context=context)

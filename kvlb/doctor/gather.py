@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import httpx
-import zmq.asyncio
+import zmq
 
 from balancer.core.fleet.snapshot import Role
 from balancer.fleet.engine_sockets import tls_context
 from indexer.config import RankSource
 from indexer.core.events import BlockStored
 from indexer.core.types import RankId
+from indexer.sockets import ZmqContext
 from indexer.sources import FoundSources, SourceError, find_sources
 from kvlb.doctor.core.facts import (
     FleetFacts,
@@ -73,7 +74,7 @@ async def gather_facts(
         timeout=patience.http_s,
         limits=httpx.Limits(keepalive_expiry=2),
     ) as http:
-        context = zmq.asyncio.Context()
+        context = zmq.Context()
         try:
             examiner = _Examiner(settings, http, context, nonce, patience)
             instances = await examiner.run(sends_requests=sends_requests)
@@ -91,7 +92,7 @@ class _Examiner:
         self,
         settings: KvlbSettings,
         http: httpx.AsyncClient,
-        context: zmq.asyncio.Context,
+        context: ZmqContext,
         nonce: str,
         patience: Patience,
     ) -> None:

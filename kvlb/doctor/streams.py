@@ -5,13 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import zmq.asyncio
-
 from indexer.config import RankSource
 from indexer.core.events import BlockStored, EventBatch, UndecodableBatchError, decode_batch
 from indexer.core.frames import FrameError, parse_replay
 from indexer.core.types import RankId
-from indexer.sockets import Frames, ReplaySocket, SocketError
+from indexer.sockets import Frames, ReplaySocket, SocketError, ZmqContext
 from kvlb.event_taps import tapped
 
 FAR_SEQ = 2**62
@@ -79,7 +77,7 @@ class HeardStream:
 
 @asynccontextmanager
 async def listening(
-    sources: Sequence[RankSource], context: zmq.asyncio.Context
+    sources: Sequence[RankSource], context: ZmqContext
 ) -> AsyncIterator[dict[RankId, HeardStream]]:
     """Follow every stream until the block ends."""
     heard = {source.rank: HeardStream(source) for source in sources}
@@ -87,9 +85,7 @@ async def listening(
         yield heard
 
 
-async def answers_replay(
-    source: RankSource, context: zmq.asyncio.Context, patience_s: float
-) -> bool | None:
+async def answers_replay(source: RankSource, context: ZmqContext, patience_s: float) -> bool | None:
     """Whether the replay socket answers; None if there is none."""
     if source.replay is None:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import zmq.asyncio
+import zmq
 
 from balancer.core.fleet.snapshot import Role
 from balancer.fleet.engine_sockets import tls_context
@@ -100,7 +100,7 @@ async def _recorded(
     stations: Sequence[Station], writer: CaptureWriter, nonce: str
 ) -> AsyncIterator[None]:
     """Record every stream; on entry each is known to be live, at the end its last events are in."""
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     recorders = [StreamRecorder(station, writer) for station in stations]
     try:
         async with tapped(recorders, context):

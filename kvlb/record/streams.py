@@ -3,11 +3,9 @@
 import asyncio
 from dataclasses import dataclass, field
 
-import zmq.asyncio
-
 from indexer.config import RankSource
 from indexer.core.frames import FrameError, parse_live, parse_replay
-from indexer.sockets import Frames, ReplaySocket, SocketError
+from indexer.sockets import Frames, ReplaySocket, SocketError, ZmqContext
 from kvlb.record.stations import Station
 from kvlb.record.writer import CaptureWriter
 
@@ -59,7 +57,7 @@ class StreamRecorder:
 
 
 async def record_replay(
-    station: Station, writer: CaptureWriter, context: zmq.asyncio.Context, label: str
+    station: Station, writer: CaptureWriter, context: ZmqContext, label: str
 ) -> None:
     """Ask for everything the engine still buffers, and write it as it comes."""
     endpoint = station.source.replay

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 
 from indexer.config import IndexerConfig, InstanceSource
 from indexer.core.types import InstanceId, RankId
@@ -62,8 +61,7 @@ def sizes_of(messages: Sequence[Sequence[bytes]]) -> list[int]:
 async def test_burst_is_bounded_by_number_and_by_bytes(payload_bytes: int, taken: int) -> None:
     """What takes long to copy is left for the next turn."""
     # Within one context messages are there as soon as they are sent.
-    with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as owner:
-        publisher: zmq.Socket[bytes] = zmq.Socket.shadow(owner.underlying)
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         publisher.bind("inproc://events")
         with LiveSocket(
             "inproc://events", direction="connect", high_water=0, context=context
@@ -82,7 +80,7 @@ async def test_port_with_a_backlog_gives_way_after_each_burst(
     ticker = Ticker()
     listening = Listening(ticker)
     async with publishing() as engine:
-        with zmq.asyncio.Context() as context:
+        with zmq.Context() as context:
             port = LivePort(
                 engine.events,
                 direction="connect",
