@@ -2,19 +2,18 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvlb.bench.markdown import render_markdown
 from kvlb.bench.oracle import OracleJob, OracleResult, search
 from kvlb.bench.plots import render_overview, render_page
-from kvlb.bench.pool import Task, done_each
+from kvlb.bench.pool import Task
+from kvlb.bench.progress import watched
 from kvlb.bench.report import (
     Column,
     Place,
@@ -69,7 +68,7 @@ def calibrate(options: BenchOptions, console: Console) -> None:
     """Find what fleets carry, and print it as `saturation` keeps it."""
     places = product(options.workloads, options.engines)
     tasks = [Task(find_saturation, place) for place in places]
-    found = done_each(tasks, options.processes)
+    found = watched(tasks, options.processes)
     for (name, engines), speed in found:
         console.print(f'    ("{name}", {engines}): {speed:.4g},', highlight=False)
 
@@ -79,7 +78,7 @@ def bench(options: BenchOptions, console: Console) -> list[Column]:
     started_s = time.monotonic()
     places = _places(options)
     tasks = [*_searches(options, places), *_runs(options, places)]
-    done = list(_watched(tasks, options.processes, console))
+    done = list(watched(tasks, options.processes))
     runs = [(job, result) for job, result in done if isinstance(job, Job)]
     found = sorted(
         (result for job, result in done if isinstance(job, OracleJob)),
@@ -155,23 +154,6 @@ def _searches(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
 def _place(result: OracleResult) -> Place:
     scenario = result.scenario
     return Place(workload=scenario.workload, engines=scenario.engines, load=result.load)
-
-
-def _watched(tasks: Sequence[Task], processes: int, console: Console) -> Iterator[tuple[Any, Any]]:
-    """Results, with a progress bar."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        bar = progress.add_task("runs", total=len(tasks))
-        for job, result in done_each(tasks, processes):
-            each = job.scenario
-            progress.update(bar, advance=1, description=f"{each.workload}, {each.engines} engines")
-            yield job, result
 
 
 def _write(

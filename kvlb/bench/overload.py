@@ -18,7 +18,8 @@ from kvlb.bench.admitted_play import AdmittedPlay
 from kvlb.bench.clock import VirtualClock
 from kvlb.bench.figures import keeps_promise, percentile
 from kvlb.bench.fleet import VirtualFleet, equal_engines
-from kvlb.bench.pool import Task, done_each
+from kvlb.bench.pool import Task
+from kvlb.bench.progress import watched
 from kvlb.bench.saturation import SATURATION
 from kvlb.bench.workloads import WORKLOADS
 
@@ -105,7 +106,7 @@ def bench_overload(options: OverloadOptions, console: Console) -> bool:
             options.workloads, options.loads, range(options.seeds), (False, True)
         )
     ]
-    found = dict(done_each([Task(run_overload, job) for job in jobs], options.processes))
+    found = dict(watched([Task(run_overload, job) for job in jobs], options.processes))
     table = Table(
         *("workload", "load", "line", "good/s", "of 100 %", "refused", "TTFT mean, p99 (s)")
     )
