@@ -152,7 +152,7 @@ class _Connection(asyncio.Protocol):
             self._answer(b"400 Bad Request", b"{}")
             return
         wants_usage = b'"include_usage":true' in body
-        end = (_chunked(USAGE % figures) if wants_usage else b"") + _chunked(DONE) + b"0\r\n\r\n"
+        end = (chunked(USAGE % figures) if wants_usage else b"") + chunked(DONE) + b"0\r\n\r\n"
         self._write(STREAM_HEAD)
         self._stream(int(chunks[1]), int(interval_ms[1]) / 1e3, end)
 
@@ -173,11 +173,12 @@ class _Connection(asyncio.Protocol):
             self._transport.write(data)
 
 
-def _chunked(data: bytes) -> bytes:
+def chunked(data: bytes) -> bytes:
+    """One chunk of a body that comes in chunks."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-_CHUNKED = _chunked(CHUNK)
+_CHUNKED = chunked(CHUNK)
 
 
 class _Events:

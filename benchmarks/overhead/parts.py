@@ -1,8 +1,10 @@
 """What a request costs kvlb itself, part by part: `python -m benchmarks.overhead.parts`.
 
-A request that isn't streamed goes from the bytes of its client's connection to the bytes of its answer, over two
+A request goes from the bytes of its client's connection to the last bytes of its answer, over two
 instances: 16 token ids by round robin, and 4,000 by the full policy, where one of the two holds half of the
-prompt. Everything is kvlb's own but the sockets: engines and clients
+prompt. The first of these also as a stream of two pieces, for what it takes to begin and to end one: head, each piece,
+usage and `[DONE]` come one after the other, and the client asks for no usage, so that it is asked for and withheld.
+Everything is kvlb's own but the sockets: engines and clients
 are transports in this process. So no system call and no other process is measured, and what is left
 out of a setting is what it costs:
 
@@ -21,6 +23,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -61,9 +64,14 @@ from benchmarks.interpreter import built
 from benchmarks.overhead.client import write_request
 from benchmarks.overhead.engine import (
     ANSWER,
+    CHUNK,
+    DONE,
     MODEL,
     PLAIN_HEAD,
     SHORT_PROMPT_TOKENS,
+    STREAM_HEAD,
+    USAGE,
+    chunked,
     held_tokens,
     long_prompts,
 )
@@ -76,9 +84,16 @@ from kvlb.event_loop import spare_startup_objects
 from kvlb.logs import LineLog
 
 ROUNDS, REQUESTS, CLIENTS = 15, 1000, 32
+PIECES = 2
 
 _BODY = ANSWER % (SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 16, 0)
-_ANSWER = PLAIN_HEAD % (b"200 OK", len(_BODY)) + _BODY
+_END = b"0\r\n\r\n"
+_STREAM = (
+    STREAM_HEAD,
+    *PIECES * [chunked(CHUNK)],
+    chunked(USAGE % (SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 64, 0)),
+    chunked(DONE) + _END,
+)
 _MODELS = ServedModels(base=MODEL, aliases=frozenset({MODEL}), adapters=frozenset(), cards=())
 _FLEET = Fleet(
     instances=tuple(
@@ -88,6 +103,18 @@ _FLEET = Fleet(
         for each in range(2)
     )
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked in turn, and what an engine answers."""
+
+    policy: PolicyName
+    requests: Sequence[bytes]
+    answer: Sequence[bytes] = (PLAIN_HEAD % (b"200 OK", len(_BODY)) + _BODY,)
+    """Each part comes in a turn of the loop of its own."""
+    end: bytes = _BODY[-1:]
+    """Only the last bytes that a client gets end so."""
 
 
 class Wire:
@@ -110,13 +137,22 @@ class Wire:
 
 
 class InstantEngines(Upstream):
-    """Connections to engines that answer in the loop's next turn."""
+    """Connections to engines that answer from the loop's next turn on."""
+
+    def __init__(self, answer: Sequence[bytes]) -> None:
+        super().__init__(connect_timeout_s=5, first_byte_timeout_s=600, idle_timeout_s=120)
+        self._answer = answer
 
     async def _open(self, pool: Any) -> Connection:
         connection = Connection(on_reusable=partial(self._keep, pool), on_lost=pool.used.discard)
         loop = asyncio.get_running_loop()
-        wire = Wire(lambda _: loop.call_soon(connection.data_received, _ANSWER))
-        connection.connection_made(wire)
+
+        def come(part: int) -> None:
+            if part + 1 < len(self._answer):
+                loop.call_soon(come, part + 1)
+            connection.data_received(self._answer[part])
+
+        connection.connection_made(Wire(lambda _: loop.call_soon(come, 0)))
         return connection
 
 
@@ -136,7 +172,13 @@ class Protocols:
         answer = await self._upstream.send(
             next(self._turn), "POST", exchange.path, headers, whole(body)
         )
-        await exchange.answer(answer.status, pass_answer_headers(answer.headers), answer.take())
+        headers = pass_answer_headers(answer.headers)
+        if answer.is_event_stream:
+            await exchange.start(answer.status, headers)
+            await answer.hand_to(exchange.push)
+            await exchange.finish()
+        else:
+            await exchange.answer(answer.status, headers, answer.take())
         answer.close()
 
 
@@ -170,7 +212,7 @@ class InTurn:
 
 
 async def plane(
-    log: LineLog, policy: PolicyName, *, decides: bool = True, keeps_books: bool = True
+    log: LineLog, load: Load, *, decides: bool = True, keeps_books: bool = True
 ) -> DataPlane:
     """A data plane like that of `kvlb up`, with or without these parts."""
     clock = time.monotonic
@@ -186,7 +228,7 @@ async def plane(
     router = Router(
         index=index,
         ledger=ledger,
-        policy=named_policy(policy),
+        policy=named_policy(load.policy),
         settings=RoutingSettings(),
         random=random.random,
         clock=clock,
@@ -207,7 +249,7 @@ async def plane(
     }
     return DataPlane(
         fleet=lambda: _FLEET,
-        upstream=_engines(),
+        upstream=InstantEngines(load.answer),
         connectors=connectors(),
         settings=DataPlaneSettings(),
         report_health=lambda *_: None,
@@ -229,21 +271,19 @@ def _held_by(engine: int) -> list[BlocksHeld]:
     ]
 
 
-def _engines() -> InstantEngines:
-    return InstantEngines(connect_timeout_s=5, first_byte_timeout_s=600, idle_timeout_s=120)
-
-
-async def cpu_s(answers: Any, requests: Sequence[bytes]) -> float:
+async def cpu_s(answers: Any, load: Load) -> float:
     """CPU seconds of one request, many after the other on a few connections at once."""
     loop = asyncio.get_running_loop()
     config = uvicorn.Config("", interface="asgi3", loop="none", log_config=None)
     config.loaded, config.loaded_app, config.ws_protocol_class = True, None, None
-    asked = itertools.cycle(requests)
+    asked = itertools.cycle(load.requests)
     over: asyncio.Future[None] = loop.create_future()
     left = iter(range(REQUESTS, 0, -1))
 
     def connect() -> None:
-        def on_write(_: bytes) -> None:
+        def on_write(data: bytes) -> None:
+            if not data.endswith(load.end):
+                return
             number = next(left)
             if number > CLIENTS:
                 loop.call_soon(protocol.data_received, next(asked))
@@ -270,21 +310,19 @@ async def cpu_s(answers: Any, requests: Sequence[bytes]) -> float:
     return (time.process_time() - started_s) / REQUESTS
 
 
-async def measure(
-    log: LineLog, policy: PolicyName, requests: Sequence[bytes]
-) -> dict[str, list[float]]:
+async def measure(log: LineLog, load: Load) -> dict[str, list[float]]:
     """Every setting in every round; the first round warms up."""
     settings: dict[str, Any] = {
-        "protocols": Protocols(_engines()),
-        "without deciding": await plane(log, policy, decides=False),
-        "without bookkeeping": await plane(log, policy, keeps_books=False),
-        "everything": await plane(log, policy),
+        "protocols": Protocols(InstantEngines(load.answer)),
+        "without deciding": await plane(log, load, decides=False),
+        "without bookkeeping": await plane(log, load, keeps_books=False),
+        "everything": await plane(log, load),
     }
     spare_startup_objects()
     taken_s: dict[str, list[float]] = {name: [] for name in settings}
     for round_ in range(ROUNDS + 1):
         for name, answers in settings.items():
-            seconds = await cpu_s(answers, requests)
+            seconds = await cpu_s(answers, load)
             if round_:
                 taken_s[name].append(seconds)
     return taken_s
@@ -292,22 +330,30 @@ async def measure(
 
 def main() -> None:
     """Measure and print."""
-    short = [write_request(list(range(SHORT_PROMPT_TOKENS)))]
-    long = [write_request(each) for each in long_prompts()]
+    prompt = list(range(SHORT_PROMPT_TOKENS))
+    short = (write_request(prompt),)
+    streamed = (write_request(prompt, chunks=PIECES),)
+    long = tuple(write_request(each) for each in long_prompts())
+    loads = {
+        "round_robin, 16 token ids": Load(policy="round_robin", requests=short),
+        f"the same, streamed in {PIECES} pieces": Load(
+            policy="round_robin", requests=streamed, answer=_STREAM, end=_END
+        ),
+        "kvlb, 4,000 token ids": Load(policy="kvlb", requests=long),
+    }
     with (
         Path("/dev/null").open("wb") as nowhere,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         log = LineLog(nowhere, tells_requests=True)
-        plain = runner.run(measure(log, "round_robin", short))
-        full = runner.run(measure(log, "kvlb", long))
+        taken = [runner.run(measure(log, load)) for load in loads.values()]
     version = f"Python {platform.python_version()}, {built()}"
     print(f"{version}; {ROUNDS} rounds of {REQUESTS} requests.\n")
-    print("| µs of CPU per request | round_robin, 16 token ids: least | median | ", end="")
-    print("kvlb, 4,000 token ids: least | median |\n| --- | ---: | ---: | ---: | ---: |")
-    for name in plain:
-        figures = [each for taken_s in (plain[name], full[name]) for each in _least_median(taken_s)]
-        print(f"| {name} | {' | '.join(figures)} |")
+    print(f"| µs of CPU per request | {' | '.join(f'{name}: least | median' for name in loads)} |")
+    print("| --- |" + len(loads) * " ---: | ---: |")
+    for setting in taken[0]:
+        figures = [each for settings in taken for each in _least_median(settings[setting])]
+        print(f"| {setting} | {' | '.join(figures)} |")
 
 
 def _least_median(taken_s: Sequence[float]) -> list[str]:
