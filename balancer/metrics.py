@@ -20,7 +20,7 @@ from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.labelled import Labelled
 from balancer.routing.pd_metrics import PdMetrics
 from balancer.series import Counter, CounterSeries, Histogram
-from balancer.usual_series import Kind, UsualSeries, usual_kind
+from balancer.usual_series import Kind, PaceSeries, UsualSeries, usual_kind
 
 OTHER = "other"
 """Label of everything that isn't known."""
@@ -230,11 +230,11 @@ class BalancerMetrics:
         """Count one finished request."""
         names = self._names()
         kind = usual_kind(record)
-        if kind is not None and record.ended_s is not None:
+        if kind is not None:
             usual = self._usual.get(kind)
             if usual is None:
                 usual = self._usual[kind] = self._usual_series(names, record, kind)
-            usual.observe(record.ended_s - record.arrived_s, record.legs[0])
+            usual.observe(record)
             return
         model = names.models.get(record.model, OTHER)  # clients can send any name
         path = record.path if record.path in PATHS else OTHER
@@ -289,7 +289,7 @@ class BalancerMetrics:
         model = names.models.get(record.model, OTHER)
         path = record.path if record.path in PATHS else OTHER
         alias = self._alias(record.legs[0])
-        _, _, status, _, source, unscorable, reason = kind
+        _, _, status, _, source, unscorable, reason, _ = kind
         return UsualSeries(
             requests=self._requests[model, path, f"{status // 100}xx", "ok"],
             duration=self._duration[model, path],
@@ -301,6 +301,13 @@ class BalancerMetrics:
             completion=self._completion[model,],
             delivered=self._delivered[model,],
             delivered_of=self._delivered_of[model,],
+            pace=PaceSeries(
+                first_byte=self._request_first_byte[model,],
+                leg_first_byte=self._first_byte["decode", alias],
+                inter_token=self._inter_token["decode", alias],
+            )
+            if record.stream
+            else None,
         )
 
     def _observe_decision(self, record: RequestRecord, model: str) -> None:
@@ -355,18 +362,10 @@ class BalancerMetrics:
         computed_s = leg.computed_s
         if computed_s is not None:
             self._first_byte[leg.kind, alias].observe(computed_s - leg.started_s)
-        seconds = _inter_token_s(leg) if stream else None
+        seconds = leg.inter_token_s if stream else None
         if seconds is not None:
             self._inter_token[leg.kind, alias].observe(seconds)
 
     def _alias(self, leg: LegRecord) -> str:
         """An alias that isn't known left while the leg ran."""
         return leg.alias if leg.alias in self._names().aliases else OTHER
-
-
-def _inter_token_s(leg: LegRecord) -> float | None:
-    """Mean pause between two tokens, if the leg had two and ended well."""
-    tokens = leg.completion_tokens or 0
-    if tokens < 2 or leg.error is not None or leg.computed_s is None or leg.ended_s is None:
-        return None
-    return (leg.ended_s - leg.computed_s) / (tokens - 1)

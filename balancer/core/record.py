@@ -53,6 +53,14 @@ class LegRecord(msgspec.Struct, kw_only=True):
         """When its prompt was computed, as far as a stream or a prefill leg shows."""
         return self.first_byte_s if self.first_token_s is None else self.first_token_s
 
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean pause between two of its tokens, if it streamed two and ended well."""
+        tokens, computed_s = self.completion_tokens or 0, self.computed_s
+        if tokens < 2 or self.error is not None or computed_s is None or self.ended_s is None:
+            return None
+        return (self.ended_s - computed_s) / (tokens - 1)
+
 
 class EncodeRecord(msgspec.Struct, kw_only=True):
     """What became of the images, audio and video of one request."""

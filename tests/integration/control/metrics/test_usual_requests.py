@@ -9,6 +9,8 @@ from balancer.core.routing.plan import Reason
 
 UNREAD: dict[str, Any] = {"unscorable": "not_asked", "reason": Reason.AGGREGATED}
 
+REQUEST = {"model": "base", "path": "/v1/completions", "status": "2xx", "outcome": "ok"}
+
 
 def usual(bench: Any, **fields: Any) -> Any:
     """The leg of a request that nobody streams and whose prompt nobody has read."""
@@ -49,6 +51,21 @@ def test_most_usual_request_counts_everything_by_one_look(bench: Any) -> None:
     }
 
 
+def test_usual_stream_counts_its_pace_too(bench: Any) -> None:
+    """Three more than what isn't streamed: both times to the first token, and the pause between two."""
+    bench.serve("m0", role=Role.MIXED)
+    leg = usual(bench, first_token_s=11.0, ended_s=14.0)
+
+    bench.observe(leg, stream=True, first_byte_s=11.5, **UNREAD)
+
+    of_leg = {"leg": "decode", "instance": "m0"}
+    first, whole = "kvlb_time_to_first_token_seconds", "kvlb_request_time_to_first_token_seconds"
+    assert bench.value(f"{whole}_sum", model="base") == 1.5
+    assert bench.value(f"{first}_sum", **of_leg) == 1.0
+    assert bench.value("kvlb_inter_token_seconds_sum", **of_leg) == 0.5
+    assert bench.value("kvlb_requests_total", **REQUEST) == 1
+
+
 def test_instance_that_left_is_not_counted_by_its_name_any_more(bench: Any) -> None:
     """What was looked up ends with the snapshot it was looked up for, and its series with it."""
     bench.serve("m0", "m1", role=Role.MIXED)
@@ -68,7 +85,12 @@ def test_instance_that_left_is_not_counted_by_its_name_any_more(bench: Any) -> N
         pytest.param([{"error": "engine_closed"}], {}, id="failed-leg"),
         pytest.param([{"cached_tokens": None}], {}, id="no-usage"),
         pytest.param([{"overlap_tokens": 3}], {}, id="predicted"),
-        pytest.param([{}], {"stream": True}, id="streamed"),
+        pytest.param([{}], {"stream": True}, id="stream-without-a-token"),
+        pytest.param(
+            [{"first_token_s": 11.0, "ended_s": 12.0, "completion_tokens": 1}],
+            {"stream": True, "first_byte_s": 1.0},
+            id="stream-of-one-token",
+        ),
         pytest.param([{}], {"plan": None}, id="without-a-plan"),
         pytest.param([{}], {"unscorable": None}, id="read"),
         pytest.param([{}], {"error": "cancelled"}, id="failed"),
