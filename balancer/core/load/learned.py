@@ -258,7 +258,10 @@ class LearnedRates:
         self._of_new = None
 
     def _speed(self, rank: RankId) -> _RankSpeed:
-        return self._ranks.setdefault(rank, _RankSpeed())
+        speed = self._ranks.get(rank)
+        if speed is None:
+            speed = self._ranks[rank] = _RankSpeed()
+        return speed
 
     def _sample_prefill(self, speed: _RankSpeed, seconds: float, tokens: int) -> None:
         fixed_s = self._fixed_s
