@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from balancer.core.fleet.snapshot import Role
-from balancer.core.record import LegRecord, RequestRecord
+from balancer.core.record import RequestRecord
 from balancer.series import CounterSeries, HistogramSeries
 
 _MIXED = Role.MIXED

@@ -203,6 +203,29 @@ def test_first_token_is_the_first_data_that_says_something(
     assert reader.has_data is has_data
 
 
+def test_token_that_was_seen_before_is_not_looked_for() -> None:
+    """Whoever looked at the first bytes knows."""
+    assert SseReader(withhold_usage=True, has_data=True).has_data
+
+
+@pytest.mark.parametrize(
+    ("chunk", "usage", "has_error"),
+    [
+        pytest.param({"usage": {"input_tokens": 3}}, 3, False, id="other-words"),
+        pytest.param({"usage": {"prompt_tokens": 3}, "error": {"code": 500}}, 3, True, id="error"),
+    ],
+)
+def test_unusual_chunk_of_usage_is_read_all_the_same(
+    chunk: dict[str, object], usage: int, has_error: bool
+) -> None:
+    """It has no choices either."""
+    data = json.dumps({"choices": [], **chunk}, separators=(",", ":")).encode()
+    _, reader = read(TOKEN, b"data: " + data + b"\n\n", DONE)
+
+    assert reader.usage is not None
+    assert (reader.usage.prompt_tokens, reader.has_error) == (usage, has_error)
+
+
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
 @pytest.mark.parametrize("step", [1, 3, 70_000], ids=["bytewise", "threes", "large"])
 def test_large_event_passes_without_being_kept(end: bytes, step: int) -> None:

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from balancer.core.http.usage import Usage, decode_head, prefill_fault, read_usage, usage_of
+from balancer.core.http.usage import (
+    Usage,
+    decode_head,
+    prefill_fault,
+    read_usage,
+    usage_of,
+    usage_of_chunk,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +46,34 @@ from balancer.core.http.usage import Usage, decode_head, prefill_fault, read_usa
 def test_read_usage(value: Any, expected: Usage | None) -> None:
     """A figure that is missing or odd is unknown, which is not 0."""
     assert read_usage(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        pytest.param(
+            b'{"id":"c","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}',
+            Usage(prompt_tokens=3, completion_tokens=2),
+            id="usual",
+        ),
+        pytest.param(
+            b'{"choices":[],"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":1}},'
+            b'"error":null}',
+            Usage(prompt_tokens=3, cached_tokens=1),
+            id="cached",
+        ),
+        pytest.param(b'{"choices":[{}],"usage":{"prompt_tokens":3}}', None, id="choices"),
+        pytest.param(b'{"usage":{"prompt_tokens":3}}', None, id="no-choices-named"),
+        pytest.param(b'{"choices":[],"usage":{"prompt_tokens":"3"}}', None, id="odd-type"),
+        pytest.param(b'{"choices":[],"usage":{"input_tokens":3}}', None, id="other-words"),
+        pytest.param(b'{"choices":[],"usage":{"prompt_tokens":3},"error":{}}', None, id="error"),
+        pytest.param(b'{"choices":[],"usage":null}', None, id="null"),
+        pytest.param(b"\xff", None, id="no-json"),
+    ],
+)
+def test_usual_chunk_of_usage_is_read_at_once(data: bytes, expected: Usage | None) -> None:
+    """Anything else is for the tolerant look."""
+    assert usage_of_chunk(data) == expected
 
 
 def test_lone_surrogates_and_nan_are_read_leniently() -> None:

@@ -25,11 +25,13 @@ from typing import Any, Final
 
 import msgspec
 
-from balancer.core.http.usage import Usage, decode_head, read_usage
+from balancer.core.http.usage import Usage, decode_head, read_usage, usage_of_chunk
 from balancer.core.http.usage_splice import with_details
 
 _MAX_KEPT_BYTES: Final = 64 * 1024
+_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_USUAL_CHOICES: Final = b'"choices":[]'
 _NO_CHOICES = re.compile(rb"\[\s*\]|null")
 _MAX_OPENING_BYTES: Final = 4096
 
@@ -58,9 +60,12 @@ class SseReader:
         "usage",
     )
 
-    def __init__(self, *, withhold_usage: bool, details: bytes | None = None) -> None:
+    def __init__(
+        self, *, withhold_usage: bool, details: bytes | None = None, has_data: bool = False
+    ) -> None:
+        """`has_data`: the first token was seen by whoever looked at the first bytes."""
         self.usage: Usage | None = None
-        self.has_data = False
+        self.has_data = has_data
         """A data event that isn't an opening was seen: the first token is there."""
         self.has_error = False
         """An event told of an error."""
@@ -82,11 +87,10 @@ class SseReader:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take what the engine sent; return what the client gets now."""
+        if self._kept or self._tail is not None or not chunk.endswith(_ENDS):
+            return self._feed_events(chunk)
         if (
-            not self._kept
-            and not self._held
-            and self._tail is None
-            and chunk.endswith((b"\n\n", b"\r\n\r\n"))
+            not self._held
             and b'"usage"' not in chunk
             and b"[DONE]" not in chunk
             and b'"error"' not in chunk
@@ -94,6 +98,8 @@ class SseReader:
             if not self.has_data:
                 self.has_data = any(map(_shows_token, _EVENT_END.split(chunk)))
             return chunk
+        if chunk.find(b"\n\n") == len(chunk) - 2 and b"\r" not in chunk:
+            return self._on_event(chunk)  # one, and as a rule it comes so
         return self._feed_events(chunk)
 
     def finish(self) -> bytes:
@@ -165,6 +171,9 @@ class SseReader:
         """Note what `data` says of usage and errors."""
         if b'"usage"' not in data and b'"error"' not in data:
             return False
+        if _USUAL_CHOICES in data and (plain := usage_of_chunk(data)) is not None:
+            self.usage = plain
+            return True
         head = decode_head(data)
         if head is None:
             return False
@@ -199,6 +208,9 @@ def _shows_token(event: bytes) -> bool:
 
 def data_of(event: bytes) -> bytes | None:
     """Return an event's data, None if it has none (a comment, a lone blank line, empty data)."""
+    line, _, rest = event.partition(b"\n")
+    if rest == b"\n" and line.startswith(b"data:") and b"\r" not in line:
+        return line[5:] if line[5:].strip() else None  # one line, as a rule
     lines = [line[5:] for line in event.splitlines() if line.startswith(b"data:")]
     data = b"\n".join(lines)
     return data if data.strip() else None

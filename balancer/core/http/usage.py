@@ -44,8 +44,17 @@ class _PlainAnswer(msgspec.Struct):
     usage: _PlainUsage
 
 
+class _PlainChunk(msgspec.Struct):
+    """The last chunk of a stream, likewise."""
+
+    choices: Annotated[list[Any], msgspec.Meta(max_length=0)]
+    usage: _PlainUsage
+    error: None = None
+
+
 _HEAD: Final = msgspec.json.Decoder(AnswerHead)
 _PLAIN: Final = msgspec.json.Decoder(_PlainAnswer)
+_CHUNK: Final = msgspec.json.Decoder(_PlainChunk)
 
 
 def usage_of(body: bytes) -> Usage | None:
@@ -55,6 +64,18 @@ def usage_of(body: bytes) -> Usage | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         head = decode_head(body)
         return None if head is None else read_usage(head.usage)
+    return _usage(told)
+
+
+def usage_of_chunk(data: bytes) -> Usage | None:
+    """The usage of a chunk that has no choices, and is as engines write it; None: look closer."""
+    try:
+        return _usage(_CHUNK.decode(data).usage)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _usage(told: _PlainUsage) -> Usage:
     details = told.prompt_tokens_details
     return Usage(
         prompt_tokens=told.prompt_tokens,
