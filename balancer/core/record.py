@@ -24,6 +24,7 @@ class LegRecord(msgspec.Struct, kw_only=True):
     """Of a stream that passed us: later than its first byte if that was an empty opening."""
     ended_s: float | None = None
     status: int | None = None
+    """Of its answer; of a stream not before its first bytes."""
     error: str | None = None
     """Code of the error that ended it."""
     rank: int | None = None

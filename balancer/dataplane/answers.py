@@ -137,10 +137,11 @@ class AnswerPasser:
         self, decoded: DecodeAnswer, headers: Headers, *, withhold_usage: bool
     ) -> None:
         details = self._details(decoded)
-        reader = SseReader(withhold_usage=withhold_usage, details=details)
+        has_word = decoded.on_word is None
+        reader = SseReader(withhold_usage=withhold_usage, details=details, has_data=has_word)
         if withhold_usage or details is not None:
             headers = drop_header(headers, b"content-length")
-        await self._start(decoded.answer.status, headers, has_word=decoded.on_word is None)
+        await self._start(decoded.answer.status, headers, has_word=has_word)
         self._passes_events = True
         passage = _Passage(decoded, reader, self._exchange.push, self._clock, self.note_word)
         try:
@@ -244,17 +245,17 @@ class AnswerPasser:
         record.first_byte_s = record.ended_s = self._clock()
         return self._exchange.answer(status, headers, body)
 
-    async def _start(self, status: int, headers: Headers, *, has_word: bool = True) -> None:
+    def _start(self, status: int, headers: Headers, *, has_word: bool = True) -> Awaitable[None]:
         """`has_word`: a comment isn't what its client has waited for."""
         self._record.status = status
         if has_word:
             self.note_word()
-        await self._exchange.start(status, headers)
+        return self._exchange.start(status, headers)
 
-    async def _finish(self) -> None:
+    def _finish(self) -> Awaitable[None]:
         # First the note, then the end: from here on the client may leave without a loss.
         self._record.ended_s = self._clock()
-        await self._exchange.finish()
+        return self._exchange.finish()
 
     def _answer_headers(self, engine: Headers, own: Headers) -> Headers:
         shown = (*own, *self._retried()) if self._headers == "full" else ()

@@ -31,7 +31,12 @@ from balancer.core.errors import (
 )
 from balancer.core.http.gave_up import read_silent
 from balancer.core.http.headers import find_header
-from balancer.core.http.stream_beginning import has_comment, read_beginning, read_ended
+from balancer.core.http.stream_beginning import (
+    has_comment,
+    is_usual_event,
+    read_beginning,
+    read_ended,
+)
 from balancer.core.http.told_error import (
     DECISIVE_BYTES,
     ToldError,
@@ -92,20 +97,24 @@ class Beginning(NamedTuple):
     """They say something; else they are comments, and what stood before them."""
 
 
+def is_good(answer: UpstreamAnswer) -> bool:
+    """Whether an answer is known for a good one by what is here: as a rule it is."""
+    if answer.is_event_stream:
+        return answer.status == 200 and is_usual_event(answer.piece)
+    return answer.status < 400 and is_usual(answer.piece)
+
+
 async def good_beginning(answer: UpstreamAnswer, leg: LegRecord, *, is_handed: bool) -> Beginning:
     """Wait for the first bytes of a good answer. Raises EngineError.
 
     `is_handed`: the leg loads what another engine computed.
     """
     leg.status = answer.status
-    held = b""
-    if answer.status < 400 and not answer.is_event_stream:
-        held = answer.take()  # as a rule it came with the headers
-        if is_usual(held):
-            return Beginning(held, has_word=True)
+    if is_good(answer):
+        return Beginning(answer.take(), has_word=True)
     try:
         await check_status(answer, leg)
-        return await _first_bytes(answer, leg, held, passes_comments=not is_handed)
+        return await _first_bytes(answer, leg, passes_comments=not is_handed)
     except EngineRefusedError as error:
         _blame(error, is_handed=is_handed)
 
@@ -182,9 +191,9 @@ def _is_json(answer: UpstreamAnswer) -> bool:
 
 
 async def _first_bytes(
-    answer: UpstreamAnswer, leg: LegRecord, held: bytes, *, passes_comments: bool
+    answer: UpstreamAnswer, leg: LegRecord, *, passes_comments: bool
 ) -> Beginning:
-    held = held or await _next_chunk(answer)
+    held = await _next_chunk(answer)
     if answer.status != 200:
         return Beginning(held, has_word=True)  # a redirect, whatever its body says
     if not held:

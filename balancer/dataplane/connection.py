@@ -67,7 +67,10 @@ class UpstreamAnswer:
         self._quiet_since_s = self._loop.time()
 
     def news(self) -> asyncio.Future[None]:
-        """Done when something has come; `status` is 0 until the headers have. Raises EngineError."""
+        """Done when something has come; `status` is 0 until the headers have. Raises EngineError.
+
+        Headers of an event stream alone are nothing yet.
+        """
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
@@ -157,8 +160,8 @@ class UpstreamAnswer:
         self.is_encoded = encoding is not None and encoding != b"identity"
         if kind is not None and not self.is_encoded:
             self.is_event_stream = kind.lower().startswith(b"text/event-stream")
-        if self._waiter is not None:
-            self._wake()
+        if self._waiter is not None and not self.is_event_stream:
+            self._wake()  # of a stream the first bytes are waited for, too: what it is is said there
 
     def on_body(self, chunk: bytes) -> bool:
         """Take a piece of the body; False if the engine should be held back."""

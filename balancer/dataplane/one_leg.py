@@ -24,7 +24,6 @@ from balancer.core.errors import (
 )
 from balancer.core.http.headers import Headers
 from balancer.core.http.rewrite import encode_body
-from balancer.core.http.told_error import is_usual
 from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord
 from balancer.core.routing.conversations import Conversations
@@ -32,7 +31,7 @@ from balancer.core.routing.forecast import Forecast
 from balancer.core.routing.full_reports import FullReports
 from balancer.core.routing.plan import Candidate, RoutePlan
 from balancer.core.routing.unread import UNREAD
-from balancer.dataplane.beginnings import Readiness, check_status, good_beginning
+from balancer.dataplane.beginnings import Readiness, check_status, good_beginning, is_good
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.jobs import (
     Job,
@@ -226,8 +225,8 @@ class LegCarrier:
                 instance, "POST", request.endpoint + job.query, headers, job.body
             )
             try:
-                status = leg.status = answer.status
-                if status < 400 and not answer.is_event_stream and is_usual(answer.piece):
+                leg.status = answer.status
+                if is_good(answer):
                     first, has_word = answer.take(), True
                 else:
                     first, has_word = await good_beginning(answer, leg, is_handed=False)

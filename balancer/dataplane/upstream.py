@@ -97,7 +97,7 @@ class Upstream:
         *,
         on_ready: Callable[[], None] | None = None,
     ) -> UpstreamAnswer:
-        """Send a request, return its answer once status and headers are there.
+        """Send a request, return its answer once status and headers are there, of a stream also more.
 
         `target` is path and query. `host` and `content-length` are added here. `on_ready` is called
         when there is a connection, before anything is written; what it raises ends the attempt.

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from balancer.core.http.stream_beginning import (
     FirstWord,
     has_comment,
+    is_usual_event,
     read_beginning,
     read_ended,
 )
@@ -98,6 +99,51 @@ def test_a_stream_may_end_as_an_error_that_is_no_stream() -> None:
     assert read_ended(body + b"\n\n") == ToldError(status=503, body=body)
     assert read_ended(b"") is None
     assert read_ended(b": ping\n\n") is None
+
+
+USUAL = b'data: {"id":"c","choices":[{"text":"a"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("held", "is_usual"),
+    [
+        pytest.param(USUAL, True, id="token"),
+        pytest.param(USUAL + USUAL, True, id="two"),
+        pytest.param(USUAL[:-1], False, id="half-an-event"),
+        pytest.param(b": ping\n\n" + USUAL, False, id="behind-a-comment"),
+        pytest.param(USUAL.replace(b'"text":', b'"role":'), False, id="role"),
+        pytest.param(USUAL.replace(b'"text":', b'"type":'), False, id="type"),
+        pytest.param(USUAL + FAILED, False, id="error"),
+        pytest.param(USUAL.replace(b'"a"', b'"","finish_reason":"abort"'), False, id="abort"),
+        pytest.param(b"", False, id="nothing"),
+    ],
+)
+def test_usual_event_is_known_at_a_glance(held: bytes, is_usual: bool) -> None:
+    """Whatever may be an opening or an error is looked at closer."""
+    assert is_usual_event(held) is is_usual
+
+
+_WORDS = [
+    b'"role"',
+    b'"type"',
+    b'"ping"',
+    b"error",
+    b"abort",
+    b":",
+    b"{",
+    b"}",
+    b"\r",
+    b"\n",
+    b"data:",
+]
+
+
+@given(st.lists(st.sampled_from(_WORDS), max_size=6), st.sampled_from([b"\n\n", b"\r\n\r\n"]))
+def test_glance_agrees_with_closer_look(words: list[bytes], end: bytes) -> None:
+    """The law: what is usual says something, and isn't an error."""
+    held = b'data: {"id"' + b"".join(words) + end
+
+    assert not is_usual_event(held) or read_beginning(held) is True
 
 
 @given(st.lists(st.sampled_from([OPENING, b": ping\n\n"]), max_size=4), st.booleans())

@@ -48,6 +48,44 @@ async def test_cut_body_is_an_error_after_its_bytes(
             await answer.next_chunk()
 
 
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+async def test_event_stream_is_handed_out_with_its_first_bytes(
+    engine: EngineFactory, opened: Opened, get: Get
+) -> None:
+    """Its headers alone say nothing, so nobody is woken for them."""
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.raw(STREAM_HEAD)
+        await asyncio.sleep(0.05)
+        await wire.raw(b"4\r\n: a\n\r\n0\r\n\r\n")
+
+    async with engine(script) as fake, opened() as upstream:
+        answer = await get(upstream, fake)
+
+        assert (answer.status, answer.piece) == (200, b": a\n")
+
+
+async def test_event_stream_that_ends_at_its_headers_is_handed_out(
+    engine: EngineFactory, opened: Opened, get: Get
+) -> None:
+    """With what became of it, which its reader is told."""
+
+    async def script(received: Any, wire: Any) -> None:
+        await wire.raw(STREAM_HEAD)
+        wire.close()
+
+    async with engine(script) as fake, opened() as upstream:
+        answer = await get(upstream, fake)
+
+        assert answer.status == 200
+        with pytest.raises(StreamCutError):
+            await answer.next_chunk()
+
+
 @pytest.mark.parametrize(
     "sent",
     [
