@@ -171,19 +171,19 @@ class SseReader:
         """Note what `data` says of usage and errors."""
         if b'"usage"' not in data and b'"error"' not in data:
             return False
-        if _USUAL_CHOICES in data and (plain := usage_of_chunk(data)) is not None:
-            self.usage = plain
-            return True
-        head = decode_head(data)
-        if head is None:
-            return False
-        if head.error is not None:
-            self.has_error = True
-        usage = read_usage(head.usage)
+        is_chunk = _USUAL_CHOICES in data
+        usage = usage_of_chunk(data) if is_chunk else None
         if usage is None:
-            return False
+            head = decode_head(data)
+            if head is None:
+                return False
+            if head.error is not None:
+                self.has_error = True
+            usage = read_usage(head.usage)
+            if usage is None:
+                return False
+            is_chunk = _NO_CHOICES.fullmatch(bytes(head.choices).strip()) is not None
         self.usage = usage
-        is_chunk = _NO_CHOICES.fullmatch(bytes(head.choices).strip()) is not None
         self._withholds = self._withholds and is_chunk
         return is_chunk
 
