@@ -79,3 +79,27 @@ def test_line_tells_of_waiting_only_where_there_was_any() -> None:
 
     made.waited_s = 0.25
     assert request_line(made).waited_s == 0.25
+
+
+@pytest.mark.parametrize(
+    ("fields", "pause_s"),
+    [
+        pytest.param({}, 0.5, id="ended-well"),
+        pytest.param({"first_token_s": None}, 1.0, id="no-opening"),
+        pytest.param({"first_token_s": None, "first_byte_s": None}, None, id="no-token"),
+        pytest.param({"completion_tokens": 1}, None, id="one-token"),
+        pytest.param({"completion_tokens": None}, None, id="no-usage"),
+        pytest.param({"error": "stream_cut"}, None, id="cut"),
+        pytest.param({"ended_s": None}, None, id="under-way"),
+    ],
+)
+def test_pause_between_tokens_needs_two_and_an_end(
+    fields: dict[str, Any], pause_s: float | None
+) -> None:
+    """From the first token to the end, over all tokens but the first."""
+    known: dict[str, Any] = {"first_byte_s": 1.0, "first_token_s": 2.0, "ended_s": 3.0}
+    known |= {"kind": "decode", "alias": "a", "overlap_tokens": None, "started_s": 0.0}
+
+    leg = LegRecord(**(known | {"completion_tokens": 3} | fields))
+
+    assert leg.inter_token_s == pause_s
