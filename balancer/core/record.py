@@ -115,6 +115,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """In the line for room on any rank; None: it was decided at once."""
     retries: int = 0
     """Further attempts that were made for it."""
+    is_trying_again: bool = False
+    """The next leg is one."""
     retries_refused: int = 0
     """Others that the budget of retries didn't allow."""
 

@@ -74,10 +74,10 @@ class AnswerPasser:
         if find_header(self._exchange.headers, ASKS_WHY) is not None:
             own = (*own, *explain_headers(decoded.plan))
         headers = self._answer_headers(answer.headers, own)
+        if answer.is_encoded or answer.status != 200:  # a redirect, whatever it calls itself
+            return self._pass_unread(decoded, headers)
         if answer.is_event_stream:
             return self._pass_events(decoded, headers, withhold_usage=withhold_usage)
-        if answer.is_encoded:
-            return self._pass_unread(decoded, headers)
         if answer.is_over and len(decoded.first) < MAX_HELD_BYTES:
             return self._pass_held(decoded, decoded.first, headers)
         return self._pass_gathered(decoded, headers)

@@ -73,11 +73,11 @@ class Reliability(Collector):
         self.budget.requested(self._clock())
 
     def may_retry(self, record: RequestRecord) -> bool:
-        """May one more attempt be made for this request? Yes counts as having done so."""
+        """May one more attempt be made for this request? Yes is taken out of the budget."""
         if not self.budget.take(self._clock()):
             record.retries_refused += 1
             return False
-        record.retries += 1
+        record.is_trying_again = True
         return True
 
     def claim(self, *instances: Instance) -> None:
@@ -87,6 +87,9 @@ class Reliability(Collector):
 
     def started(self, instance: Instance, leg: LegRecord, record: RequestRecord) -> None:
         """A leg is sent."""
+        if record.is_trying_again:  # not before: there may be nobody left to ask
+            record.is_trying_again = False
+            record.retries += 1
         tokens = None
         # Elsewhere the first byte comes with the last token, or isn't a token at all.
         if leg.kind == "prefill" or (leg.kind == "decode" and record.stream):

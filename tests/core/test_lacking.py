@@ -45,11 +45,13 @@ def test_memory_is_bounded() -> None:
         (404, b"<html>", False),
         (404, b"[]", False),
         (501, b'{"error":{"type":"NotImplementedError"}}', True),
+        (501, b'{"error":{"message":"no"}}', True),
         (501, b"no", True),
         (501, b"1", True),
         (403, b'{"error":{"type":"PermissionDeniedError"}}', True),
         (403, b'{"error":"Unauthorized"}', False),
         (403, b"[" * 100_000, False),
+        (403, b"1", False),
     ],
 )
 def test_only_a_missing_path_counts(status: int, body: bytes, expected: bool) -> None:

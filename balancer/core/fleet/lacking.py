@@ -6,7 +6,8 @@ instances only (docs/endpoints.md). Nothing says so beforehand.
 Rules:
 
 1. Only what says that the *path* isn't there counts: an engine without the route, or with the
-   route switched off. A model or a response that isn't there is another matter.
+   route switched off. A model or a response that isn't there is another matter. A 501 says nothing
+   else, in whatever words.
 2. What was learned holds for a minute: engines restart with other flags.
 3. Bounded by instances and paths; both are few.
 """
@@ -48,14 +49,14 @@ def may_lack(status: int) -> bool:
 
 def says_lacking(status: int, body: bytes) -> bool:
     """Tell whether an answer says that there is no such path."""
-    if status == 404 and not body:
+    if status == 501 or (status == 404 and not body):
         return True  # a router without words of its own
     try:
         read = json.loads(body)
     except (ValueError, RecursionError):
-        return status == 501
+        return False
     if not isinstance(read, dict):
-        return status == 501
+        return False
     if read.get("detail") == "Not Found":
         return True
     error: Any = read.get("error")

@@ -21,8 +21,8 @@ _MAX_AGE_S: Final = 600
 _PREFIX: Final = b"access-control-"
 _EXPOSED: Final = (
     "x-request-id, x-kvlb-instance, x-kvlb-prefill, x-kvlb-reason, x-kvlb-trust, "
-    "x-kvlb-trust-reason, "
-    "x-kvlb-overlap-tokens, x-kvlb-why, x-kvlb-candidates, retry-after"
+    "x-kvlb-trust-reason, x-kvlb-overlap-tokens, x-kvlb-why, x-kvlb-candidates, "
+    "x-kvlb-retries, retry-after"
 )
 
 

@@ -78,3 +78,37 @@ async def test_redirect_is_the_clients_to_follow(
         assert (answer.status_code, answer.headers["location"]) == (status, "/elsewhere")
         assert answer.json() == said
         assert len(one.received) + len(other.received) == 1
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+async def test_redirect_says_what_it_likes(
+    engine: Any, balancer: Any, instance: Any, client: httpx.AsyncClient, path: str, kind: str
+) -> None:
+    """Its body is no stream that is cut, and no JSON that isn't whole."""
+    said = b"" if kind == "text/event-stream" else b'{"moved":'
+
+    async def redirect(received: Any, wire: Any) -> None:
+        await wire.raw(
+            b"HTTP/1.1 307 Elsewhere\r\nlocation: /elsewhere\r\nconnection: close\r\n"
+            b"content-type: %b\r\n\r\n%b" % (kind.encode(), said)
+        )
+        wire.close()
+
+    asked = {
+        "model": "m",
+        "prompt": [1],
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1,
+        "stream": True,
+    }
+    async with (
+        engine(redirect) as one,
+        engine(redirect) as other,
+        balancer(instance(one, "e0"), instance(other, "e1")) as proxy,
+    ):
+        answer = await client.post(proxy.url + path, json=asked)
+
+        assert (answer.status_code, answer.headers["location"]) == (307, "/elsewhere")
+        assert answer.content == said
+        assert len(one.received) + len(other.received) == 1
