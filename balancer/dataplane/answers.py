@@ -6,8 +6,8 @@ Rules:
    leg one value of `usage` is that leg's (`core.http.usage_splice`).
 2. An event stream passes event by event, anything else as it comes. What isn't a stream is held
    until it is complete (up to 1 MiB), so that a cut one still becomes an honest 502, and one in which
-   the engine gave up without a word the error that it is. A larger one passes as it comes, and its
-   usage stays unknown; so does whatever the engine has encoded.
+   the engine gave up without a word the error that it is. A larger one passes as it comes, a cut one
+   breaks off, and its usage stays unknown; so does that of whatever the engine has encoded.
 3. A stream that breaks before `[DONE]` ends for the client in an error event and a broken
    connection, never in an end that looks like one.
 """
@@ -33,7 +33,13 @@ from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
 from balancer.core.routing.explain import explain_headers
 from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
-from balancer.dataplane.beginnings import MAX_HELD_BYTES, check_whole, check_words, gather
+from balancer.dataplane.beginnings import (
+    MAX_HELD_BYTES,
+    check_whole,
+    check_words,
+    end_watch,
+    gather,
+)
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.exchange import Exchange
 from balancer.dataplane.one_leg import DecodeAnswer
@@ -188,7 +194,7 @@ class AnswerPasser:
         held = await gather(answer, decoded.first)
         if len(held) >= MAX_HELD_BYTES:
             await self._start(answer.status, headers)
-            await self._pass_rest(answer, held)
+            await self._pass_rest(answer, held, end_watch(answer))
             return
         await self._pass_held(decoded, held, headers)
 

@@ -16,6 +16,8 @@ Rules:
    one that keeps blocks under a name: the engine would have two of that name.
 4. An engine that was handed blocks, and fails with 500, couldn't load them: nobody knows whose fault
    that is, and its words would tell its client nothing.
+5. JSON whose end only the connection's tells has to be whole (`core.http.json_end`). It is held for
+   that, where another instance may be asked; where not, or if it is too large, it breaks off at its end.
 """
 
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from balancer.core.errors import (
 )
 from balancer.core.http.gave_up import read_silent
 from balancer.core.http.headers import find_header
+from balancer.core.http.json_end import JsonEnd, is_json_kind
 from balancer.core.http.stream_beginning import (
     has_comment,
     is_usual_event,
@@ -42,19 +45,18 @@ from balancer.core.http.told_error import (
     ToldError,
     begins_as_error,
     begins_as_events,
-    is_json,
     is_usual,
     read_error,
     read_wordless,
 )
 from balancer.core.record import LegRecord
 from balancer.dataplane.connection import UpstreamAnswer
+from balancer.dataplane.passing_stream import Watch, watch_whole
 
 MAX_ERROR_BYTES: Final = 16 * 1024 * 1024
 MAX_HELD_BYTES: Final = 1024 * 1024
 """Of an answer that is no stream: what is longer passes as it comes."""
-_JSON_KIND: Final = b"application/json"
-_JSON: Final = ((b"content-type", _JSON_KIND),)
+_JSON: Final = ((b"content-type", b"application/json"),)
 _LOAD_FAILED: Final = 500
 _EMPTY: Final = "the engine answered 200 without a body"
 
@@ -135,13 +137,14 @@ def _blame(error: EngineRefusedError, *, is_handed: bool) -> NoReturn:
 
 
 async def forwarded_beginning(
-    answer: UpstreamAnswer, leg: LegRecord, *, generates: bool
+    answer: UpstreamAnswer, leg: LegRecord, *, generates: bool, may_repeat: bool
 ) -> Beginning:
     """Wait for the first bytes of whatever was answered. Raises EngineError.
 
     Only JSON is looked at for an error inside a 200, and an event stream whose first piece may be
     one. `generates`: also for the words of an engine that gave up, of a stream all up to its
-    first word, and whatever kind it names.
+    first word, and whatever kind it names. `may_repeat`: JSON without a length is waited for,
+    since another instance may be asked.
     """
     held = await answer.next_chunk()
     if answer.status != 200 or answer.is_encoded:
@@ -150,32 +153,37 @@ async def forwarded_beginning(
         raise EngineClosedError(_EMPTY)
     if answer.is_event_stream and (generates or b"error" in held):
         return await _stream_beginning(answer, leg, held, passes_comments=generates)
-    return Beginning(await _forwarded_whole(answer, leg, held, generates), has_word=True)
+    if answer.is_event_stream:
+        return Beginning(held, has_word=True)
+    is_json = _is_json(answer)
+    if is_json or generates:
+        held = await _whole_beginning(answer, leg, held)
+    if is_json and (generates or (may_repeat and answer.ends_with_connection)):
+        held = await gather(answer, held)
+        check_whole(answer, held)
+        _check_forwarded_words(held, leg, generates=generates)
+    return Beginning(held, has_word=True)
 
 
-async def _forwarded_whole(
-    answer: UpstreamAnswer, leg: LegRecord, held: bytes, generates: bool
-) -> bytes:
-    is_json_kind = _is_json(answer)
-    if answer.is_event_stream or not (is_json_kind or generates):
-        return held
-    held = await _whole_beginning(answer, leg, held)
-    if not (is_json_kind and generates):
-        return held
-    held = await gather(answer, held)
-    check_whole(answer, held)
-    told = read_wordless(held) or read_silent(held)
+def _check_forwarded_words(held: bytes, leg: LegRecord, *, generates: bool) -> None:
+    told = (read_wordless(held) or read_silent(held)) if generates else None
     if told is not None:
         raise EngineRefusedError(told.status, _JSON, told.body, alias=leg.alias)
-    return held
 
 
 def check_whole(answer: UpstreamAnswer, held: bytes) -> None:
-    """Raise StreamCutError if a whole answer in JSON is none, where nothing else says where it ends."""
-    if not answer.ends_with_connection or len(held) >= MAX_HELD_BYTES:
-        return
-    if _is_json(answer) and not is_json(held):
-        raise StreamCutError("the engine's answer was cut")
+    """Raise StreamCutError if an answer that is held to its end is JSON that was cut (rule 5)."""
+    watch = end_watch(answer) if answer.is_over else None
+    if watch is not None:
+        watch(held)
+        watch(b"")
+
+
+def end_watch(answer: UpstreamAnswer) -> Watch | None:
+    """Who looks, as a good answer passes, if it is whole; None: its framing or nobody tells."""
+    if not answer.ends_with_connection or answer.status != 200 or answer.is_encoded:
+        return None
+    return watch_whole(JsonEnd()) if _is_json(answer) else None
 
 
 async def gather(answer: UpstreamAnswer, first: bytes) -> bytes:
@@ -187,7 +195,7 @@ async def gather(answer: UpstreamAnswer, first: bytes) -> bytes:
 
 
 def _is_json(answer: UpstreamAnswer) -> bool:
-    return (find_header(answer.headers, b"content-type") or b"").startswith(_JSON_KIND)
+    return is_json_kind(find_header(answer.headers, b"content-type"))
 
 
 async def _first_bytes(

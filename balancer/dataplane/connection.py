@@ -355,7 +355,7 @@ class Connection(asyncio.Protocol):
             ):
                 break
         else:
-            self._answer.ends_with_connection = True
+            self._answer.ends_with_connection = not self._is_head_request
         self._answer.on_head(status, headers)
         if self._is_head_request or status in _BODILESS:
             self._answer.on_complete()

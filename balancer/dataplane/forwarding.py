@@ -36,7 +36,7 @@ from balancer.core.load.ledger import LegGuard
 from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.settings.dataplane import DataPlaneSettings
 from balancer.dataplane.answers import AnswerPasser
-from balancer.dataplane.beginnings import MAX_ERROR_BYTES, forwarded_beginning
+from balancer.dataplane.beginnings import MAX_ERROR_BYTES, end_watch, forwarded_beginning
 from balancer.dataplane.connection import UpstreamAnswer
 from balancer.dataplane.elsewhere import try_places
 from balancer.dataplane.forwarded_request import Forwarded, judge_forwarded
@@ -250,7 +250,9 @@ class Forwarding:
         guard: LegGuard,
     ) -> None:
         use = errand.request.use
-        first, has_word = await forwarded_beginning(answer, leg, generates=errand.is_awaited)
+        first, has_word = await forwarded_beginning(
+            answer, leg, generates=errand.is_awaited, may_repeat=errand.may_repeat
+        )
         on_word = self._sender.when_answered(leg, has_word=has_word)
         if answer.status >= 400:  # its words pass as they are, but nothing was computed
             refused = EngineRefusedError(answer.status, answer.headers, first, alias=leg.alias)
@@ -270,14 +272,14 @@ class Forwarding:
         use, holder = errand.request.use, place.instance.id
         if answer.status != 200:
             return None
-        id_watch = end_watch = None
+        id_watch = event_watch = None
         if use.makes_response:
             reader = ResponseIdReader(is_stream=answer.is_event_stream)
             id_watch = watch_id(reader, lambda kept: self._stored.put(kept, holder))
         if use.generates and answer.is_event_stream:
             end = StreamEnd(needs_mark=use.marks_end and errand.is_awaited)
-            end_watch = watch_end(end, lambda: errand.passer.note_error(leg))
-        return watching(id_watch, end_watch)
+            event_watch = watch_end(end, lambda: errand.passer.note_error(leg))
+        return watching(id_watch, event_watch, end_watch(answer))
 
 
 def _is_lacking(error: EngineError) -> bool:

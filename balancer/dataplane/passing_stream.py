@@ -4,11 +4,13 @@ Rules:
 
 1. Nothing here changes or delays a byte.
 2. A stream that ends without having come to its end raises StreamCutError, for whoever passes it to break off.
+   So does JSON that nothing but its connection ends.
 """
 
 from collections.abc import Callable
 
 from balancer.core.errors import StreamCutError
+from balancer.core.http.json_end import JsonEnd
 from balancer.core.http.stored_responses import ResponseIdReader
 from balancer.core.http.stream_beginning import FirstWord
 from balancer.core.http.stream_end import StreamEnd
@@ -68,5 +70,18 @@ def watch_end(end: StreamEnd, on_error: Callable[[], None]) -> Watch:
             raise StreamCutError("the engine's stream ended before it was done")
         elif end.has_error:
             on_error()
+
+    return watch
+
+
+def watch_whole(end: JsonEnd) -> Watch:
+    """Raise StreamCutError at the end of a document that was cut."""
+
+    def watch(chunk: bytes) -> None:
+        if chunk:
+            end.feed(chunk)
+            return
+        if not end.is_whole:
+            raise StreamCutError("the engine's answer was cut")
 
     return watch

@@ -12,7 +12,6 @@ from balancer.core.http.told_error import (
     ToldError,
     begins_as_error,
     begins_as_events,
-    is_json,
     is_usual,
     read_error,
     read_named_error,
@@ -238,17 +237,3 @@ def test_an_error_behind_other_members_is_one_where_nothing_else_is_said() -> No
 def test_a_stream_is_known_by_its_beginning(beginning: bytes, are_events: bool) -> None:
     """Whatever kind it was told to be."""
     assert begins_as_events(beginning) is are_events
-
-
-@pytest.mark.parametrize(
-    ("document", "is_whole"),
-    [
-        (b'{"a": 1}', True),
-        (b'{"a": ', False),
-        (b"[" * 100_000, True),
-    ],
-    ids=["whole", "cut", "too-deep"],
-)
-def test_a_cut_document_is_no_json(document: bytes, *, is_whole: bool) -> None:
-    """What is nested too deep to be read isn't called cut: nobody can tell."""
-    assert is_json(document) is is_whole

@@ -148,17 +148,6 @@ def _status(error: Mapping[str, Any]) -> int:
     return code if isinstance(code, int) and 400 <= code <= 599 else _UNKNOWN_STATUS
 
 
-def is_json(document: bytes) -> bool:
-    """Tell whether a document is complete; one that is nested too deep to be read is taken for it."""
-    try:
-        json.loads(document)
-    except ValueError:
-        return False
-    except RecursionError:
-        return True
-    return True
-
-
 def decode_object(document: bytes) -> dict[str, Any] | None:
     """The JSON object that a document is; None: it is none."""
     try:

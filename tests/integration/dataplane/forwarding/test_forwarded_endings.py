@@ -113,34 +113,3 @@ async def test_background_stream_may_end_anywhere(
         answer = await client.post(proxy.url + "/v1/responses", json=body)
 
     assert answer.content == created
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        pytest.param(b'{"id": "a", "choi', 502, id="cut"),
-        pytest.param(b'{"id": "a", "content": [{"text": "a"}]}', 200, id="whole"),
-    ],
-)
-async def test_json_whose_end_is_the_connections_has_to_be_complete(
-    engine: Any,
-    balancer: Any,
-    instance: Any,
-    client: httpx.AsyncClient,
-    path: str,
-    body: bytes,
-    status: int,
-) -> None:
-    """Nothing else shows that it was cut."""
-
-    async def script(received: Any, wire: Any) -> None:
-        await wire.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + body)
-        wire.close()
-
-    async with engine(script) as fake, balancer(instance(fake)) as proxy:
-        asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-        answer = await client.post(proxy.url + path, json=asked)
-
-    assert answer.status_code == status
-    assert (answer.content == body) is (status == 200)
