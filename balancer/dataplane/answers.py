@@ -13,11 +13,9 @@ Rules:
 """
 
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
 from typing import Final
 
 from balancer.core.errors import BalancerError, EngineError, EngineRefusedError, StreamCutError
-from balancer.core.fleet.snapshot import Role
 from balancer.core.http.headers import (
     ASKS_WHY,
     Headers,
@@ -29,10 +27,10 @@ from balancer.core.http.openai_errors import render_error_event
 from balancer.core.http.sse import SseReader
 from balancer.core.http.usage import Usage, usage_of
 from balancer.core.http.usage_splice import with_details
-from balancer.core.record import EncodeRecord, LegRecord, RequestRecord
+from balancer.core.record import LegRecord, RequestRecord
 from balancer.core.routing.explain import explain_headers
-from balancer.core.routing.plan import RoutePlan
 from balancer.core.settings.dataplane import DataPlaneSettings
+from balancer.dataplane.answer_headers import encode_headers, plan_headers
 from balancer.dataplane.beginnings import (
     MAX_HELD_BYTES,
     check_whole,
@@ -336,53 +334,12 @@ def _tapped(push: Callable[[bytes], bool], watch: Watch) -> Callable[[bytes], bo
     return push_watched
 
 
-def plan_headers(plan: RoutePlan) -> Headers:
-    """What a client may know of the decision."""
-    decode = plan.decode.candidate.instance
-    if plan.prefill is not None:
-        prefill = plan.prefill.candidate.instance.alias
-    else:
-        prefill = "none" if decode.role is Role.MIXED else "skipped"
-    headers = _told(decode.alias, prefill, plan.reason)
-    if plan.prompt_tokens is None:
-        return headers
-    source = (plan.prefill or plan.decode).candidate
-    overlap = max(source.overlap_tokens, source.predicted_tokens)
-    headers = (
-        *headers,
-        (b"x-kvlb-trust", source.trust.encode()),
-        (b"x-kvlb-overlap-tokens", b"%d" % overlap),
-    )
-    if source.trust_reason is None:
-        return headers
-    return (*headers, (b"x-kvlb-trust-reason", source.trust_reason.encode()))
-
-
-@lru_cache(4096)
-def _told(instance: str, prefill: str, reason: str) -> Headers:
-    """Of every answer. As many as there are pairs of instances, and reasons."""
-    return (
-        (b"x-kvlb-instance", instance.encode()),
-        (b"x-kvlb-prefill", prefill.encode()),
-        (b"x-kvlb-reason", reason.encode()),
-    )
-
-
 def _with_length(headers: Headers, length: int) -> Headers:
     """The same headers; a length that they tell is this one."""
     if find_header(headers, b"content-length") is None:
         return headers
     told = (b"content-length", str(length).encode())
     return (*drop_header(headers, b"content-length"), told)
-
-
-def encode_headers(encode: EncodeRecord) -> Headers:
-    """Who encoded images, audio and video, and why."""
-    names = ",".join(encode.instances) or "none"
-    return (
-        (b"x-kvlb-encode", names.encode()),
-        (b"x-kvlb-encode-reason", encode.reason.encode()),
-    )
 
 
 def _note_usage(decoded: DecodeAnswer, usage: Usage | None) -> None:
