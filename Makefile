@@ -50,7 +50,7 @@ unit: $(READY)
 	$(BIN)/coverage report --fail-under=90 --skip-covered
 
 e2e: $(READY) ## Tests that start real processes.
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -m e2e --numprocesses 2 --dist worksteal
 
 deep: $(READY) ## Property tests with many more examples. By hand, before a release.
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "not e2e and not engine" --timeout=3600
