@@ -73,7 +73,7 @@ def test_an_idle_rank_costs_its_work_and_its_steps() -> None:
             "work": 0.8,
             "delay": 0.2,
             "stall": 0,
-            "in_flight": 0.25 * 100 * 0.021,
+            "in_flight": 0.3 * 100 * 0.021,
             "recent": 0,
         }
     )
@@ -136,7 +136,7 @@ def test_a_remote_prefill_replaces_the_work_here() -> None:
             "prefill": 0.3,
             "transfer": 0.01 + 600e-4,
             "step": 0.022,
-            "in_flight": 0.25 * 100 * 0.025,
+            "in_flight": 0.3 * 100 * 0.025,
             "recent": 0,
         }
     )
@@ -221,7 +221,70 @@ def test_a_short_answer_cares_little_for_decodes(limit: int, steps: int) -> None
 
     choice = estimate(loaded(RankLoad(rates=RATES)), shape)
 
-    assert choice.terms["in_flight"] == pytest.approx(0.25 * steps * 0.021)
+    assert choice.terms["in_flight"] == pytest.approx(0.3 * steps * 0.021)
+
+
+LAZY_S = 100.0
+"""Recent work of each of three ranks that did less than a fourth."""
+
+
+def among_lazy(first: LoadedCandidate, *, dear: RankLoad) -> list[Choice]:
+    """The first of four candidates, three of which are alike."""
+    return estimate_all(SHAPE, [first, *(loaded(dear) for _ in range(3))])
+
+
+def test_low_prices_of_a_rank_over_its_share_count_less() -> None:
+    """Where long prompts go nothing lasts, so nothing there looks dear: they would all go there."""
+    dear = RankLoad(recent_work_s=LAZY_S, reuse_chance=0.5, rates=RATES)
+
+    def evenness_s(recent_work_s: float) -> float:
+        cheap = loaded(RankLoad(recent_work_s=recent_work_s, rates=RATES))
+        return among_lazy(cheap, dear=dear)[0].terms.get("evenness", 0.0)
+
+    found = among_lazy(loaded(RankLoad(recent_work_s=140, rates=RATES)), dear=dear)
+    prices_s = [each.terms["delay"] + each.terms.get("eviction", 0.0) for each in found]
+
+    assert evenness_s(106) == 0  # less than a twentieth over
+    assert 0 < evenness_s(110) < evenness_s(121)
+    assert evenness_s(140) == evenness_s(500) == pytest.approx(sum(prices_s) / 4 - prices_s[0])
+    assert not any("evenness" in each.terms for each in found[1:])
+
+
+def test_dear_ranks_over_their_share_get_no_discount() -> None:
+    """Evenness takes a low price away, and never a high one."""
+    dear = RankLoad(recent_work_s=LAZY_S, rates=RATES)
+    busy = loaded(RankLoad(recent_work_s=200, reuse_chance=0.5, rates=RATES))
+
+    assert "evenness" not in among_lazy(busy, dear=dear)[0].terms
+
+
+def test_who_holds_the_prompt_keeps_it_however_busy() -> None:
+    """Prices are compared, not costs: what little it has to compute is cheap at any of them."""
+    dear = RankLoad(recent_work_s=LAZY_S, reuse_chance=0.5, rates=RATES)
+    holder = loaded(RankLoad(recent_work_s=400, rates=RATES), overlap_tokens=900)
+    whole = loaded(RankLoad(recent_work_s=400, rates=RATES), overlap_tokens=1000)
+
+    found = among_lazy(holder, dear=dear)
+
+    assert found[0].terms["evenness"] == pytest.approx(
+        found[0].terms["work"] * evenness_price(found) - found[0].terms["delay"]
+    )
+    assert min(found, key=lambda each: each.cost_s) is found[0]
+    assert "evenness" not in among_lazy(whole, dear=dear)[0].terms
+
+
+def evenness_price(found: list[Choice]) -> float:
+    """What a second of work costs others on the mean candidate."""
+    others_s = sum(each.terms["delay"] + each.terms.get("eviction", 0.0) for each in found)
+    return others_s / sum(each.terms["work"] for each in found)
+
+
+def test_ranks_that_compute_nothing_have_no_prices() -> None:
+    """All of them hold the prompt."""
+    busy = loaded(RankLoad(recent_work_s=400, rates=RATES), overlap_tokens=1000)
+    idle = loaded(RankLoad(rates=RATES), overlap_tokens=1000)
+
+    assert not any("evenness" in each.terms for each in estimate_all(SHAPE, [busy, idle]))
 
 
 def test_recent_work_breaks_ties_only() -> None:

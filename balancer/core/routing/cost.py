@@ -2,12 +2,13 @@
 
 One continuous formula, every term in seconds and named in the plan (docs/routing.md):
 
-    cost = (the cheaper way to the first token: `core.routing.ways`) + memory + in_flight + recent
+    cost = (the cheaper way to the first token: `core.routing.ways`) + memory + in_flight + recent + evenness
 
     memory    waiting for KV memory, and the price of what is left of it; 0 where the rank's
               capacity isn't known
     in_flight what running decodes and this one's own steps add to the whole answer
     recent    breaks near-ties: what the rank computed lately, beside the others
+    evenness  what a rank that has done more than its share looks too cheap for others
 
 Rules:
 
@@ -23,7 +24,10 @@ import msgspec
 from balancer.core.load.ledger import RankLoad
 from balancer.core.routing.plan import Candidate, Choice, OtherWay
 from balancer.core.routing.terms import (
+    EVEN_UP_TO,
     MemoryUse,
+    evenness_s,
+    excess_share,
     in_flight_s,
     memory_s,
     recent_s,
@@ -80,10 +84,31 @@ def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> 
     if not candidates:
         return []
     mean_s = sum([each.load.recent_work_s for each in candidates]) / len(candidates)
-    return [_estimate(shape, each, mean_s) for each in candidates]
+    found = [_estimate(shape, each, mean_s) for each in candidates]
+    if max([each.excess for each in found]) > EVEN_UP_TO:
+        _even_out(found)
+    return [
+        Choice(
+            candidate=loaded.candidate,
+            cost_s=sum(each.terms.values()),
+            terms=each.terms,
+            prefill=each.prefill,
+            other=each.other,
+        )
+        for loaded, each in zip(candidates, found, strict=True)
+    ]
 
 
-def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float) -> Choice:
+class _Estimate(msgspec.Struct, gc=False):
+    """Of one candidate, before it is held against the others."""
+
+    terms: dict[str, float]
+    prefill: Choice | None
+    other: OtherWay | None
+    excess: float
+
+
+def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float) -> _Estimate:
     load, memory = loaded.load, loaded.memory
     answer_tokens = output_tokens(shape, load)
     if memory is None:
@@ -95,14 +120,29 @@ def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float
     terms["in_flight"] = in_flight_s(load, output_tokens=answer_tokens)
     if load.seats:
         terms["seats"] = seats_s(load)
-    terms["recent"] = recent_s(load, prompt_tokens=shape.prompt_tokens, mean_recent_s=mean_recent_s)
-    return Choice(
-        candidate=loaded.candidate,
-        cost_s=sum(terms.values()),
-        terms=terms,
-        prefill=prefill,
-        other=other,
-    )
+    tokens = shape.prompt_tokens
+    excess = excess_share(load, prompt_tokens=tokens, mean_recent_s=mean_recent_s)
+    terms["recent"] = recent_s(load, prompt_tokens=tokens, excess=excess)
+    return _Estimate(terms, prefill, other, excess)
+
+
+def _even_out(found: Sequence[_Estimate]) -> None:
+    """Add to the terms of ranks that did more than their share what they look too cheap for others."""
+    computing = [each for each in found if each.terms.get("work")]
+    if not computing:
+        return
+    others = [each.terms["delay"] + each.terms.get("eviction", 0.0) for each in computing]
+    # Of sums: who has next to nothing to compute pushes out its answer all the same.
+    mean_price = sum(others) / sum([each.terms["work"] for each in computing])
+    for each, others_s in zip(computing, others, strict=True):
+        seconds = evenness_s(
+            excess=each.excess,
+            work_s=each.terms["work"],
+            others_s=others_s,
+            mean_price=mean_price,
+        )
+        if seconds:
+            each.terms["evenness"] = seconds
 
 
 def _way(

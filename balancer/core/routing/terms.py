@@ -26,9 +26,11 @@ GROW = 0.5
 MEMORY_WEIGHT = 0.3
 LEAST_ACTIVE_SHARE = 0.1
 EVICTION_WEIGHT = 2.0
-DECODE_WEIGHT = 0.25
+DECODE_WEIGHT = 0.3
 RECENT_WEIGHT = 0.3
 RECENT_PROMPTS = 1
+EVEN_UP_TO, EVEN_FROM = 0.05, 0.2
+"""Over its share of the work: where a rank's low prices begin to count less, and count no more."""
 RECENT_MIN_TOKENS = 256
 """In tiny prompts one shared block is most of the work, and still no reason to pile up."""
 
@@ -138,14 +140,43 @@ def seats_s(load: RankLoad) -> float:
     return waiting * load.rates.decode_s / load.seats
 
 
-def recent_s(load: RankLoad, *, prompt_tokens: int, mean_recent_s: float) -> float:
+def excess_share(load: RankLoad, *, prompt_tokens: int, mean_recent_s: float) -> float:
+    """What the rank computed lately beyond the mean of all, over that mean: 0.2 for a fifth more.
+
+    Scale-free: pace, speed and prompt length cancel out. The prompt's own work in the denominator
+    keeps the first few requests from counting for much.
+    """
+    prompt_s = load.rates.prefill_s_per_token * _counted_tokens(prompt_tokens)
+    return (load.recent_work_s - mean_recent_s) / (mean_recent_s + RECENT_PROMPTS * prompt_s)
+
+
+def recent_s(load: RankLoad, *, prompt_tokens: int, excess: float) -> float:
     """A share of the whole prompt's work, from -RECENT_WEIGHT to RECENT_WEIGHT.
 
     Without it, requests so far apart that nothing is ever in flight would all follow a first
-    block that every prompt shares. Scale-free: pace, speed and prompt length cancel out. The
-    prompt's own work in the denominator keeps the first few requests from counting for much.
+    block that every prompt shares.
     """
-    tokens = prompt_tokens if prompt_tokens > RECENT_MIN_TOKENS else RECENT_MIN_TOKENS  # noqa: FURB136
-    prompt_s = load.rates.prefill_s_per_token * tokens
-    excess = (load.recent_work_s - mean_recent_s) / (mean_recent_s + RECENT_PROMPTS * prompt_s)
+    prompt_s = load.rates.prefill_s_per_token * _counted_tokens(prompt_tokens)
     return RECENT_WEIGHT * (excess if excess < 1.0 else 1.0) * prompt_s  # noqa: FURB136
+
+
+def evenness_s(*, excess: float, work_s: float, others_s: float, mean_price: float) -> float:
+    """What a rank looks too cheap for others, as far as it has done more than its share.
+
+    `others_s` is what `work_s` there costs others, `mean_price` what a second of work costs them on
+    the mean candidate. Where long prompts go, nothing lasts: the next long prompt pushes nothing out
+    that anybody misses, and delays few. So they would all go to the same ranks, and short ones to the
+    others. Up to a twentieth over its share a rank may be as cheap as it is; from a fifth on its work is
+    as dear as the mean's. Prices are compared, not costs: who holds the prompt stays the cheapest.
+    """
+    if excess <= EVEN_UP_TO:
+        return 0.0
+    cheaper_s = mean_price * work_s - others_s
+    if cheaper_s <= 0:
+        return 0.0
+    counted = (excess - EVEN_UP_TO) / (EVEN_FROM - EVEN_UP_TO)
+    return cheaper_s * (counted if counted < 1.0 else 1.0)  # noqa: FURB136
+
+
+def _counted_tokens(prompt_tokens: int) -> int:
+    return prompt_tokens if prompt_tokens > RECENT_MIN_TOKENS else RECENT_MIN_TOKENS  # noqa: FURB136
