@@ -57,13 +57,22 @@ class KeyPool:
     def take(self, count: int) -> list[int]:
         """Take the next free blocks, forgetting what they held."""
         users, key_of, popitem = self._users, self._key_of, self._free.popitem
-        taken = []
+        first, more = self._first, self._more
+        taken, dropped = [], []
         for _ in range(count):
             block, _none = popitem(last=False)
-            if key_of[block] != NOTHING:
-                self._forget(block)
+            key = key_of[block]
+            if key != NOTHING:
+                key_of[block] = NOTHING
+                if more and key in more:
+                    self._forget_copy(block, key)
+                else:
+                    del first[key]
+                    dropped.append(key)
             users[block] = 1
             taken.append(block)
+        if dropped:
+            self._tell(held=False).extend(dropped)
         return taken
 
     def register(self, blocks: Sequence[int], keys: Sequence[BlockKey]) -> bool:
@@ -108,14 +117,9 @@ class KeyPool:
             self._changes.append((held, []))
         return self._changes[-1][1]
 
-    def _forget(self, block: int) -> None:
-        key = self._key_of[block]
-        self._key_of[block] = NOTHING
-        more = self._more.get(key)
-        if more is None:
-            del self._first[key]
-            self._tell(held=False).append(key)
-            return
+    def _forget_copy(self, block: int, key: BlockKey) -> None:
+        """One of several: the key stays."""
+        more = self._more[key]
         if self._first[key] == block:
             self._first[key] = more.pop(0)
         else:
