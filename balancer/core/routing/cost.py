@@ -2,7 +2,8 @@
 
 One continuous formula, every term in seconds and named in the plan (docs/routing.md):
 
-    cost = (the cheaper way to the first token: `core.routing.ways`) + memory + in_flight + recent + evenness
+    cost = (the cheaper way to the first token: `core.routing.ways`)
+         + memory + in_flight + recent + evenness
 
     memory    waiting for KV memory, and the price of what is left of it; 0 where the rank's
               capacity isn't known
@@ -30,6 +31,7 @@ from balancer.core.routing.terms import (
     excess_share,
     in_flight_s,
     memory_s,
+    prompt_s,
     recent_s,
     seats_s,
 )
@@ -85,27 +87,21 @@ def estimate_all(shape: RequestShape, candidates: Sequence[LoadedCandidate]) -> 
         return []
     mean_s = sum([each.load.recent_work_s for each in candidates]) / len(candidates)
     found = [_estimate(shape, each, mean_s) for each in candidates]
-    if max([each.excess for each in found]) > EVEN_UP_TO:
-        _even_out(found)
+    _even_out(found)
     return [
         Choice(
             candidate=loaded.candidate,
-            cost_s=sum(each.terms.values()),
-            terms=each.terms,
-            prefill=each.prefill,
-            other=each.other,
+            cost_s=sum(terms.values()),
+            terms=terms,
+            prefill=prefill,
+            other=other,
         )
-        for loaded, each in zip(candidates, found, strict=True)
+        for loaded, (terms, prefill, other, _) in zip(candidates, found, strict=True)
     ]
 
 
-class _Estimate(msgspec.Struct, gc=False):
-    """Of one candidate, before it is held against the others."""
-
-    terms: dict[str, float]
-    prefill: Choice | None
-    other: OtherWay | None
-    excess: float
+_Estimate = tuple[dict[str, float], Choice | None, OtherWay | None, float]
+"""Terms of one candidate, the two ways, and its excess: before it is held against the others."""
 
 
 def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float) -> _Estimate:
@@ -120,29 +116,38 @@ def _estimate(shape: RequestShape, loaded: LoadedCandidate, mean_recent_s: float
     terms["in_flight"] = in_flight_s(load, output_tokens=answer_tokens)
     if load.seats:
         terms["seats"] = seats_s(load)
-    tokens = shape.prompt_tokens
-    excess = excess_share(load, prompt_tokens=tokens, mean_recent_s=mean_recent_s)
-    terms["recent"] = recent_s(load, prompt_tokens=tokens, excess=excess)
-    return _Estimate(terms, prefill, other, excess)
+    whole_s = prompt_s(load, shape.prompt_tokens)
+    excess = excess_share(load, whole_s=whole_s, mean_recent_s=mean_recent_s)
+    terms["recent"] = recent_s(excess=excess, whole_s=whole_s)
+    return terms, prefill, other, excess
 
 
 def _even_out(found: Sequence[_Estimate]) -> None:
     """Add to the terms of ranks that did more than their share what they look too cheap for others."""
-    computing = [each for each in found if each.terms.get("work")]
-    if not computing:
+    over = [(terms, excess) for terms, _, _, excess in found if excess > EVEN_UP_TO]
+    if not over:
         return
-    others = [each.terms["delay"] + each.terms.get("eviction", 0.0) for each in computing]
-    # Of sums: who has next to nothing to compute pushes out its answer all the same.
-    mean_price = sum(others) / sum([each.terms["work"] for each in computing])
-    for each, others_s in zip(computing, others, strict=True):
-        seconds = evenness_s(
-            excess=each.excess,
-            work_s=each.terms["work"],
-            others_s=others_s,
-            mean_price=mean_price,
-        )
-        if seconds:
-            each.terms["evenness"] = seconds
+    work_s = others_s = 0.0
+    for terms, _, _, _ in found:
+        if terms.get("work"):
+            work_s += terms["work"]
+            others_s += _others_s(terms)
+    for terms, excess in over:
+        if terms.get("work"):
+            seconds = evenness_s(
+                excess=excess,
+                work_s=terms["work"],
+                others_s=_others_s(terms),
+                # Of sums: who has next to nothing to compute pushes out its answer all the same.
+                mean_price=others_s / work_s,
+            )
+            if seconds:
+                terms["evenness"] = seconds
+
+
+def _others_s(terms: dict[str, float]) -> float:
+    """What the work costs those who come later."""
+    return terms["delay"] + terms.get("eviction", 0.0)
 
 
 def _way(

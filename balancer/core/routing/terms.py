@@ -140,24 +140,28 @@ def seats_s(load: RankLoad) -> float:
     return waiting * load.rates.decode_s / load.seats
 
 
-def excess_share(load: RankLoad, *, prompt_tokens: int, mean_recent_s: float) -> float:
+def prompt_s(load: RankLoad, prompt_tokens: int) -> float:
+    """The whole prompt's work, as if nothing of it were held; never that of a tiny one."""
+    tokens = prompt_tokens if prompt_tokens > RECENT_MIN_TOKENS else RECENT_MIN_TOKENS  # noqa: FURB136
+    return load.rates.prefill_s_per_token * tokens
+
+
+def excess_share(load: RankLoad, *, whole_s: float, mean_recent_s: float) -> float:
     """What the rank computed lately beyond the mean of all, over that mean: 0.2 for a fifth more.
 
-    Scale-free: pace, speed and prompt length cancel out. The prompt's own work in the denominator
-    keeps the first few requests from counting for much.
+    Scale-free: pace, speed and prompt length cancel out. `whole_s`, the prompt's own work, in the
+    denominator keeps the first few requests from counting for much.
     """
-    prompt_s = load.rates.prefill_s_per_token * _counted_tokens(prompt_tokens)
-    return (load.recent_work_s - mean_recent_s) / (mean_recent_s + RECENT_PROMPTS * prompt_s)
+    return (load.recent_work_s - mean_recent_s) / (mean_recent_s + RECENT_PROMPTS * whole_s)
 
 
-def recent_s(load: RankLoad, *, prompt_tokens: int, excess: float) -> float:
+def recent_s(*, excess: float, whole_s: float) -> float:
     """A share of the whole prompt's work, from -RECENT_WEIGHT to RECENT_WEIGHT.
 
     Without it, requests so far apart that nothing is ever in flight would all follow a first
     block that every prompt shares.
     """
-    prompt_s = load.rates.prefill_s_per_token * _counted_tokens(prompt_tokens)
-    return RECENT_WEIGHT * (excess if excess < 1.0 else 1.0) * prompt_s  # noqa: FURB136
+    return RECENT_WEIGHT * (excess if excess < 1.0 else 1.0) * whole_s  # noqa: FURB136
 
 
 def evenness_s(*, excess: float, work_s: float, others_s: float, mean_price: float) -> float:
@@ -168,15 +172,10 @@ def evenness_s(*, excess: float, work_s: float, others_s: float, mean_price: flo
     that anybody misses, and delays few. So they would all go to the same ranks, and short ones to the
     others. Up to a twentieth over its share a rank may be as cheap as it is; from a fifth on its work is
     as dear as the mean's. Prices are compared, not costs: who holds the prompt stays the cheapest.
+    `excess` is over EVEN_UP_TO.
     """
-    if excess <= EVEN_UP_TO:
-        return 0.0
     cheaper_s = mean_price * work_s - others_s
     if cheaper_s <= 0:
         return 0.0
     counted = (excess - EVEN_UP_TO) / (EVEN_FROM - EVEN_UP_TO)
     return cheaper_s * (counted if counted < 1.0 else 1.0)  # noqa: FURB136
-
-
-def _counted_tokens(prompt_tokens: int) -> int:
-    return prompt_tokens if prompt_tokens > RECENT_MIN_TOKENS else RECENT_MIN_TOKENS  # noqa: FURB136
