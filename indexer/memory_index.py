@@ -89,6 +89,7 @@ class _Life:
     """Of the first full group."""
     step_tokens: int = 1
     """Hits end on multiples of this: the least common multiple of the block sizes."""
+    clears: int = 0
 
     def describe(self, holding: _Holding) -> None:
         self.groups[holding.spec.group] = holding
@@ -145,6 +146,7 @@ class MemoryIndex:
                 block_size=life.block_size,
                 trust=trust.get(rank, exact),
                 epoch=life.epoch,
+                clears=life.clears,
             )
             for rank, life in lives.items()
         }
@@ -207,6 +209,7 @@ class MemoryIndex:
         for holding in life.groups.values():
             self._leave(holding)
         life.forget()
+        life.clears += 1
 
     def _describe(self, life: _Life, spec: GroupSpec) -> None:
         known = life.groups.get(spec.group)

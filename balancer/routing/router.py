@@ -9,7 +9,7 @@ Rules:
 4. Candidates come from the fleet snapshot alone. Ranks that the index knows and the fleet doesn't
    are ignored and counted.
 5. A rank whose epoch in the index is another than last time has restarted: its predictions and
-   learned rates end before the next decision.
+   learned rates end before the next decision. If only its cache was emptied, predictions do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -368,6 +368,9 @@ class Router:
         return draw
 
     def learn(self, fleet: Fleet, answer: Mapping[RankId, PrefixMatch]) -> None:
-        """Remember what is needed when the index is silent; forget what a restart made void."""
-        for rank in self._ranks.learn(fleet.ranks, answer):
+        """Remember what is needed when the index is silent; forget what a restart or clear made void."""
+        voided = self._ranks.learn(fleet.ranks, answer)
+        for rank in voided.restarted:
             self._ledger.forget(rank)
+        for rank in voided.emptied:
+            self._ledger.empty(rank)

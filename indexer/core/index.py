@@ -249,6 +249,9 @@ class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     trust: Trust
     epoch: int
     """Another number than last time: the rank restarted, and what was known of it is void."""
+    clears: int = 0
+    """How often its cache was told to be empty. Another number than last time: what was on its way
+    there, and computed before, is void."""
     reason: str | None = None
     """Why trust is lower than was written, if it is: whoever writes has stopped (`core.pulse`)."""
 

@@ -24,6 +24,8 @@ class Home:
     """Batch that Redis should have last; other words while the rank is rewritten."""
     trust: Trust
     groups: Groups = field(default_factory=dict)
+    clears: int = 0
+    """As the table of ranks says."""
     is_whole: bool = True
     is_spoilt: bool = False
     """What was found of it when it was claimed could not be ours."""

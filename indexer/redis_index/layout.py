@@ -61,6 +61,7 @@ class Layout:
                     block_size=match.block_size,
                     trust=match.trust,
                     epoch=match.epoch,
+                    clears=match.clears,
                 )
             else:
                 matches[rank] = match
@@ -96,7 +97,11 @@ def _values(table: Mapping[bytes, bytes] | Sequence[bytes]) -> Sequence[bytes]:
 def _nothing_held(entry: RankEntry) -> PrefixMatch:
     sizes = (group.block_size for group in entry.groups if group.kind is GroupKind.FULL)
     return PrefixMatch(
-        tokens_by_tier={}, block_size=next(sizes, None), trust=entry.trust, epoch=entry.epoch
+        tokens_by_tier={},
+        block_size=next(sizes, None),
+        trust=entry.trust,
+        epoch=entry.epoch,
+        clears=entry.clears,
     )
 
 

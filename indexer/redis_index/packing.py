@@ -59,6 +59,8 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     trust: Trust
     groups: tuple[GroupEntry, ...]
     """Lowest number first."""
+    clears: int = 0
+    """As `PrefixMatch` has them."""
 
     @property
     def id(self) -> RankId:
@@ -81,6 +83,14 @@ def encode_entry(entry: RankEntry) -> bytes:
 def decode_entry(value: bytes) -> RankEntry:
     """Raises msgspec.DecodeError."""
     return _entry_decoder.decode(value)
+
+
+def read_entry(value: bytes | None) -> RankEntry | None:
+    """The same; None: there is none, or none that can be read."""
+    try:
+        return None if value is None else decode_entry(value)
+    except msgspec.DecodeError:
+        return None
 
 
 def tiers_in(bits: int) -> tuple[tuple[int, Tier], ...]:

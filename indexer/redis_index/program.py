@@ -32,6 +32,8 @@ class Program:
         self.keys = [keys.model.generation, keys.model.ranks, keys.life, keys.state]
         self.groups = dict(groups)
         """As they will be."""
+        self.clears = 0
+        """How often the rank is emptied."""
         self.blobs: list[bytes] = []
         self._steps: list[int] = []
         self._numbers: dict[str, int] = {}
@@ -67,6 +69,7 @@ class Program:
         elif isinstance(change, AllDropped):
             self.unlink(self._epoch, self.groups)
             self.groups.clear()
+            self.clears += 1
         elif isinstance(change, GroupSpec):
             self._describe(change)
 

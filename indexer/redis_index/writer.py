@@ -35,8 +35,8 @@ from indexer.redis_index.packing import (
     ROW_BYTES,
     PackedKeys,
     RankEntry,
-    decode_entry,
     encode_entry,
+    read_entry,
     unpack_row,
 )
 from indexer.redis_index.places import Places
@@ -240,7 +240,7 @@ class RedisIndexWriter:
             raise NotOwnerError("another indexer writes this rank: stop one of the two")
         self._taken.pop(rank, None)
         owner, spoilt, life, description, epoch, seq, digest, facts = answer
-        entry = _entry_or_none(description)
+        entry = read_entry(description)
         is_whole = entry is not None and life is not None and life == epoch
         if spoilt and entry is not None:
             epoch = entry.epoch  # whose keys have to go, and which no new one may be older than
@@ -252,6 +252,7 @@ class RedisIndexWriter:
             seq=seq or b"",
             trust=self._trust.get(rank, entry.trust if entry else Trust.EXACT),
             groups={each.group: each for each in entry.groups} if entry else {},
+            clears=entry.clears if entry else 0,
             is_whole=is_whole,
             is_spoilt=bool(spoilt),
             description=description or b"",
@@ -298,8 +299,10 @@ class RedisIndexWriter:
     ) -> None:
         """Run the apply script; what is known of the rank follows only if it was applied."""
         is_visible = step in {"open", "next", "end", "trust"}
-        is_described = is_visible and (step != "next" or program.groups != home.groups)
-        entry = self._entry(rank, update.epoch, program.groups) if is_described else None
+        clears = program.clears + (home.clears if update.epoch == home.epoch else 0)
+        is_changed = program.groups != home.groups or program.clears > 0
+        is_described = is_visible and (step != "next" or is_changed)
+        entry = self._entry(rank, update.epoch, program.groups, clears) if is_described else None
         description = encode_entry(entry) if entry else b""
         seq = str(update.seq).encode() if is_visible else step.encode()
         home.is_whole = False
@@ -323,6 +326,7 @@ class RedisIndexWriter:
         )
         self._check(answer, rank, home)
         home.epoch, home.seq, home.groups = update.epoch, seq, program.groups
+        home.clears = clears
         home.is_whole = is_visible
         if entry:
             home.trust, home.description = entry.trust, description
@@ -338,13 +342,14 @@ class RedisIndexWriter:
         is_new = step in {"open", "begin"} or packed != before
         return [home.record[0] or b"", (packed or b"") if is_new else b""]
 
-    def _entry(self, rank: RankId, epoch: int, groups: Groups) -> RankEntry:
+    def _entry(self, rank: RankId, epoch: int, groups: Groups, clears: int) -> RankEntry:
         return RankEntry(
             instance=rank.instance,
             rank=rank.rank,
             epoch=epoch,
             trust=self._trust.get(rank, Trust.EXACT),
             groups=tuple(groups[number] for number in sorted(groups)),
+            clears=clears,
         )
 
     async def _read(self, home: Home) -> RankRecord:
@@ -386,12 +391,3 @@ class RedisIndexWriter:
 
 
 _STEPS = {"open": "open", "next": "next", "trust": "next", "begin": "begin", "end": "end"}
-
-
-def _entry_or_none(description: bytes | None) -> RankEntry | None:
-    if description is None:
-        return None
-    try:
-        return decode_entry(description)
-    except msgspec.DecodeError:
-        return None

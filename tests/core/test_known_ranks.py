@@ -13,17 +13,31 @@ A, B = (RankId(InstanceId(f"http://{name}:8000"), 0) for name in "ab")
 BOTH = frozenset({A, B})
 
 
-def match(epoch: int = 1, block_size: int | None = 16, trust: Trust = Trust.EXACT) -> PrefixMatch:
-    return PrefixMatch(tokens_by_tier={}, block_size=block_size, trust=trust, epoch=epoch)
+def match(
+    epoch: int = 1, block_size: int | None = 16, trust: Trust = Trust.EXACT, clears: int = 0
+) -> PrefixMatch:
+    return PrefixMatch(
+        tokens_by_tier={}, block_size=block_size, trust=trust, epoch=epoch, clears=clears
+    )
 
 
 def test_new_epoch_is_a_restart_told_once() -> None:
     """The first epoch seen is none."""
     known = KnownRanks()
 
-    assert known.learn(BOTH, {A: match(3), B: match(1)}) == []
-    assert known.learn(BOTH, {A: match(4), B: match(1)}) == [A]
-    assert known.learn(BOTH, {A: match(4), B: match(1)}) == []
+    assert known.learn(BOTH, {A: match(3), B: match(1)}) == ([], [])
+    assert known.learn(BOTH, {A: match(4), B: match(1)}) == ([A], [])
+    assert known.learn(BOTH, {A: match(4), B: match(1)}) == ([], [])
+
+
+def test_clear_is_told_once_and_is_no_restart() -> None:
+    """A new epoch counts its clears anew."""
+    known = KnownRanks()
+
+    assert known.learn(BOTH, {A: match(3, clears=2), B: match(1)}) == ([], [])
+    assert known.learn(BOTH, {A: match(3, clears=3), B: match(1)}) == ([], [A])
+    assert known.learn(BOTH, {A: match(3, clears=3), B: match(1)}) == ([], [])
+    assert known.learn(BOTH, {A: match(4, clears=0), B: match(1)}) == ([A], [])
 
 
 def test_block_size_outlives_the_epoch() -> None:
@@ -69,7 +83,7 @@ def test_missed_rank_is_not_shown_but_remembered() -> None:
 
     assert missed.keys() == known.trusts.keys() == {B}
     assert known.block_sizes[A] == 16
-    assert known.learn(BOTH, {A: match(4)}) == [A]
+    assert known.learn(BOTH, {A: match(4)}) == ([A], [])
     assert known.facts().keys() == {A, B}
 
 
@@ -95,6 +109,6 @@ def test_reason_is_kept_as_long_as_it_is_told() -> None:
 def test_restarts_are_the_changes_of_the_epoch(epochs: list[int]) -> None:
     """As many as neighbours that differ."""
     known = KnownRanks()
-    told = sum(len(known.learn(BOTH, {A: match(each)})) for each in epochs)
+    told = sum(len(known.learn(BOTH, {A: match(each)}).restarted) for each in epochs)
 
     assert told == sum(left != right for left, right in pairwise(epochs))

@@ -219,6 +219,10 @@ class LoadLedger(Protocol):
         """The rank restarted or left: its predictions are void. Legs in flight stay counted."""
         ...
 
+    def empty(self, rank: RankId) -> None:
+        """The rank's cache was emptied: of what is predicted only that counts which has yet to come."""
+        ...
+
     def retain(self, ranks: AbstractSet[RankId]) -> None:
         """These are the fleet from now on: of others only legs in flight are kept, by whoever's."""
         ...

@@ -102,6 +102,15 @@ class RankPredictions:
         for end in prediction.ends:
             self._covered.drop(end)
 
+    def end_computed(self, before: Prediction | None = None) -> None:
+        """Stop counting those whose expiry is set: what they cover was computed, and is gone.
+
+        `before`: only those that are older than this one.
+        """
+        newest = inf if before is None else before.number
+        for number in [number for _, number in self._expiries if number < newest]:
+            self._drop(number)
+
     def purge(self, now_s: float) -> None:
         """Drop what has expired."""
         while self._expiries and self._expiries[0][0] <= now_s:

@@ -9,7 +9,7 @@ Rules:
    the event loop turns.
 2. What could not be sent is gone. The batch after it shows the gap, and peers ask for a snapshot.
 3. A process that hears nothing, or that nobody hears, decides by its own legs, as `LocalLedger` does.
-4. `forget` isn't told: each process sees a restart in the index for itself.
+4. `forget` and `empty` aren't told: each process sees a restart or a clear in the index for itself.
 5. Who starts later knows the legs in flight, but not what was learned or what ended before.
 
 Cost: beside the ledger's own, one value per change of a leg and its encoding.
@@ -178,6 +178,10 @@ class SharedLedger:
     def forget(self, rank: RankId) -> None:
         """The rank restarted or left; every process sees that for itself."""
         self._local.forget(rank)
+
+    def empty(self, rank: RankId) -> None:
+        """The rank's cache was emptied; every process sees that for itself, too."""
+        self._local.empty(rank)
 
     def retain(self, ranks: AbstractSet[RankId]) -> None:
         """These are the fleet: of what peers have elsewhere, too, only legs in flight are counted."""

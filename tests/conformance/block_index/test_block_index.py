@@ -160,6 +160,25 @@ async def test_changes_apply_in_order(
     assert await overlap(index) == {E0: 4}
 
 
+async def test_clears_are_counted(index: BlockIndex, update: Update, held: Held) -> None:
+    """In each epoch anew, also if the same is told right after."""
+
+    async def clears() -> list[int]:
+        asked = Prompt(Namespace(model="tiny"), TOKENS)
+        return [match.clears for match in (await index.match(asked)).values()]
+
+    await index.apply(update(E0, FULL, held(KEYS[:5])))
+    counted = await clears()
+    await index.apply(update(E0, AllDropped(), FULL, held(KEYS[:5])))
+    counted += await clears()
+    await index.apply(update(E0, AllDropped()))
+    counted += await clears()
+    await index.apply(update(E0, FULL, epoch=2))
+    counted += await clears()
+
+    assert counted == [0, 1, 2, 0]
+
+
 async def test_repeated_changes_change_nothing(
     index: BlockIndex, update: Update, held: Held, dropped: Dropped, overlap: Overlap
 ) -> None:

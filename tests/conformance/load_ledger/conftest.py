@@ -67,6 +67,10 @@ class SeenByPeer:
         self._told().forget(rank)
         self._here.forget(rank)
 
+    def empty(self, rank: RankId) -> None:
+        self._told().empty(rank)
+        self._here.empty(rank)
+
     def retain(self, ranks: AbstractSet[RankId]) -> None:
         self._told().retain(ranks)
         self._here.retain(ranks)

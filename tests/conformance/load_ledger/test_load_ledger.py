@@ -153,6 +153,22 @@ def test_forgetting_voids_predictions_and_keeps_legs(ledger: LoadLedger, work: W
     assert ledger.load(FIRST).requests == 0
 
 
+def test_emptied_cache_keeps_only_what_is_yet_to_be_computed(
+    ledger: LoadLedger, work: Work
+) -> None:
+    """Of a rank nobody knows there is nothing to drop."""
+    computed, coming = ledger.hold(work(keys=2)), ledger.hold(work(keys=1))
+    computed.first_token()
+    before = ledger.predicted_blocks(FIRST, KEYS, 0)
+
+    ledger.empty(FIRST)
+    ledger.empty(OTHER)
+
+    assert (before, ledger.predicted_blocks(FIRST, KEYS, 0)) == (2, 1)
+    for guard in (computed, coming):
+        guard.__exit__(None, None, None)
+
+
 def test_forgotten_predictions_stay_forgotten(ledger: LoadLedger, work: Work) -> None:
     """A leg that fails after the rank was forgotten withdraws nothing twice."""
     guard = ledger.hold(work())

@@ -28,6 +28,24 @@ async def test_reset_without_an_event_costs_one_wrong_guess(composed: Composed) 
         assert await kvlb.overlap(first) == 100
 
 
+async def test_told_clear_ends_what_was_expected_of_requests_before_it(
+    composed: Composed, tokens: MakeTokens
+) -> None:
+    """Prompts routed a moment ago are expected to be held, until events tell; the clear tells more."""
+    prompts = [tokens(900 + number, 10) for number in range(6)]
+    async with composed("1") as kvlb:
+        for each in prompts:
+            await kvlb.ask(each)
+        await kvlb.until(lambda: kvlb.holds(prompts[-1], "m0"))
+        await kvlb.http.post(f"{kvlb.engines[0].url}/reset_prefix_cache")
+        await kvlb.ask(tokens(950, 10))  # the clear is told with what is computed next
+        await kvlb.until(lambda: kvlb.lacks(prompts[-1], "m0"))
+
+        answers = [await kvlb.ask(each) for each in prompts]
+
+        assert [answer.headers["x-kvlb-overlap-tokens"] for answer in answers] == ["0"] * 6
+
+
 async def test_reset_that_is_never_told_is_found_out_by_the_root(
     composed: Composed, tokens: MakeTokens
 ) -> None:
