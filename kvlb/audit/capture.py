@@ -3,12 +3,12 @@
 Rules:
 
 1. Every error names the file and the line, and what was expected there.
-2. Rows of unknown kind are kept as they are: captures carry notes.
-3. Nothing is interpreted here; that is the business of `publishers`, `streams` and `sent`.
+2. Files that are cut are read as far as they go: `lines`.
+3. Rows of unknown kind are kept as they are: captures carry notes.
+4. Nothing is interpreted here; that is the business of `publishers`, `streams` and `sent`.
 """
 
-import gzip
-import zlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvlb.errors import KvlbError
-
-GZIP_MAGIC = b"\x1f\x8b"
-
-
-class CaptureError(KvlbError):
-    """A capture that cannot be read; the message names file, line and fault."""
+from kvlb.audit.lines import CaptureError, Cut, read_lines
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,15 +73,26 @@ class Capture:
     """Messages of recorded replays; they arrived when they were asked for, so `arrived_s` is 0."""
     notes: Sequence[Mapping[str, Any]]
     """Rows of every other kind: `config`, `started`, ..."""
+    events_cut: Cut | None = None
+    """Where the file of events is cut; None: it is whole."""
+    requests_cut: Cut | None = None
+
+    @property
+    def heard_until_s(self) -> float:
+        """From when on messages may be missing: the last one of a file that is cut, else never."""
+        if self.events_cut is None:
+            return math.inf
+        return max((message.arrived_s for message in self.messages), default=-math.inf)
 
 
 def read_capture(events: Path, requests: Path) -> Capture:
     """Read both files. Raises CaptureError."""
-    messages = [_read_message(where, line) for where, line in _lines(events)]
+    told, steps = read_lines(events), read_lines(requests)
+    messages = [_read_message(where, line) for where, line in told.rows]
     asked: list[RequestRow] = []
     replayed: list[Message] = []
     notes: list[Mapping[str, Any]] = []
-    for where, line in _lines(requests):
+    for where, line in steps.rows:
         row = _decode(where, line, dict[str, Any])
         match row.get("kind"):
             case "request":
@@ -100,22 +105,14 @@ def read_capture(events: Path, requests: Path) -> Capture:
                 raise CaptureError(
                     f"{where}: expected a row with `kind`; is this the requests file?"
                 )
-    return Capture(messages=messages, requests=asked, replayed=replayed, notes=notes)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise CaptureError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if raw.startswith(GZIP_MAGIC):
-        try:
-            raw = gzip.decompress(raw)
-        except (OSError, EOFError, zlib.error) as error:
-            raise CaptureError(f"{path}: broken gzip file: {error}") from error
-    for number, line in enumerate(raw.split(b"\n"), start=1):
-        if line.strip():
-            yield f"{path}:{number}", line
+    return Capture(
+        messages=messages,
+        requests=asked,
+        replayed=replayed,
+        notes=notes,
+        events_cut=told.cut,
+        requests_cut=steps.cut,
+    )
 
 
 T = TypeVar("T")

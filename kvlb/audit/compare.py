@@ -39,6 +39,8 @@ class _Placed:
 
 class _Audit:
     def __init__(self, capture: Capture) -> None:
+        self._heard_until_s = capture.heard_until_s
+        self._cuts = [cut for cut in (capture.events_cut, capture.requests_cut) if cut is not None]
         publishers = Publishers(capture)
         live = publishers.ranks(capture.messages)
         replayed = publishers.ranks(capture.replayed)
@@ -59,8 +61,10 @@ class _Audit:
             record = self._records.get(rank)
             batches = record.batches if record else ()
             forecasts |= forecast_rank(rank, self._engines[rank.instance].model, batches, asked)
+        for sent in self._sent:
+            forecasts[sent.position].events_lost |= sent.t1 >= self._heard_until_s
         rows = [self._judge(placed, forecasts) for placed in self._placed]
-        return build_report(rows, self._event_counts())
+        return build_report(rows, self._event_counts(), self._cuts)
 
     def _place(self, position: int, row: RequestRow) -> _Placed:
         engine = self._engines[row.src]

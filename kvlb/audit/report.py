@@ -1,13 +1,16 @@
 """What an audit found: counted per phase and in total, row by row, as JSON or as a table."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
+
+from kvlb.audit.lines import Cut
 
 
 class Verdict(StrEnum):
@@ -85,6 +88,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     under_tokens: int
     events: dict[str, int]
     """Batches applied, and what of the stream was not, by reason."""
+    cuts: list[Cut]
+    """Files that end too early, and where."""
     rows: list[Row]
 
     def to_json(self) -> str:
@@ -98,7 +103,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return serial is None or not serial.unexplained
 
 
-def build_report(rows: list[Row], events: Mapping[str, int]) -> AuditReport:
+def build_report(
+    rows: list[Row], events: Mapping[str, int], cuts: Sequence[Cut] = ()
+) -> AuditReport:
     """Count `rows`, which stay in their order."""
     phases: dict[str, list[Row]] = {}
     for row in rows:
@@ -118,6 +125,7 @@ def build_report(rows: list[Row], events: Mapping[str, int]) -> AuditReport:
         under=len(under),
         under_tokens=sum(under),
         events=dict(events),
+        cuts=list(cuts),
         rows=rows,
     )
 
@@ -159,7 +167,8 @@ def render_table(report: AuditReport) -> Group:
         counts.add_row(*_cells("all", report))
     unexplained = [row for row in report.rows if row.verdict is Verdict.UNEXPLAINED]
     differences = [_differences(unexplained)] if unexplained else []
-    return Group(counts, *differences, _errors(report), _events(report))
+    cuts = map(_ending, report.cuts)
+    return Group(counts, *differences, _errors(report), _events(report), *cuts)
 
 
 def _cells(name: str, tally: Tally | AuditReport) -> tuple[str, ...]:
@@ -201,3 +210,9 @@ def _errors(report: AuditReport) -> str:
 def _events(report: AuditReport) -> str:
     counts = (f"{count} {name.replace('_', ' ')}" for name, count in report.events.items())
     return "Events: " + (", ".join(counts) or "-")
+
+
+def _ending(cut: Cut) -> Text:
+    # No markup: a file may be called [red].
+    dropped = "; the next one had begun and is left out" if cut.dropped_lines else ""
+    return Text(f"Cut: {cut.file} ends after line {cut.after_line}{dropped}", style="yellow")

@@ -45,6 +45,7 @@ def audit(
     A recording is replayed through the decoder and the index. With --live each request that a
     running balancer finishes is sampled, with what may explain a difference; nothing is sent. With
     --live and engines (--instance, --config) it sends them requests of its own, without a balancer.
+    Files that are cut, since the recorder was killed, are read as far as they go, and named.
 
     Exits 1 if a request sent alone (phase `serial`) was mispredicted without an explanation, or if
     nothing could be compared.
@@ -99,7 +100,7 @@ def record(
 
     It sends conversations of its own, so engines that serve nobody else give the cleanest record.
     With --listen it passes on and records the completions and chats that clients send it.
-    The files hold prompts and answers in full.
+    The files hold prompts and answers in full; killed, it leaves all but the last second.
 
     For example:
 

@@ -24,6 +24,8 @@ HTTP_TIMEOUT_S = 120.0
 EVENT_PATIENCE_S = 3.0
 WARM_UP_ATTEMPTS = 5
 QUIET_S = 1.0
+FLUSH_INTERVAL_S = 1.0
+"""As much of a recording is lost at most if it is killed."""
 WARM_UP_TEXT = "is this stream live, and does it come here? " * 24
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.MIXED: "none"}
 
@@ -62,7 +64,7 @@ async def record(
         send = drive or _player(options)
         with CaptureWriter(options.out, clock) as writer:
             _describe(engines, writer, options)
-            async with _recorded(stations, writer, options.nonce):
+            async with _flushed(writer), _recorded(stations, writer, options.nonce):
                 await _until_done(send(stations, writer), options.minutes, stopped)
             writer.note("stopped")
     return writer
@@ -93,6 +95,21 @@ def _describe(
         version=[engine.version for engine in engines],
         sources=[engine.sources for engine in engines],
     )
+
+
+@asynccontextmanager
+async def _flushed(writer: CaptureWriter) -> AsyncIterator[None]:
+    """Keep what is written readable on disk, a moment late at most."""
+
+    async def flush() -> None:
+        while True:
+            writer.flush()
+            await asyncio.sleep(FLUSH_INTERVAL_S)
+
+    async with asyncio.TaskGroup() as group:
+        flushing = group.create_task(flush())
+        yield
+        flushing.cancel()
 
 
 @asynccontextmanager

@@ -47,6 +47,12 @@ class CaptureWriter:
         self._events.close()
         self._requests.close()
 
+    def flush(self) -> None:
+        """Have everything so far in the files, readable whatever becomes of this process."""
+        # Events first: a request beside which events are missing could look mispredicted.
+        self._events.flush()
+        self._requests.flush()
+
     def message(self, src: str, frames: list[bytes]) -> None:
         """One message of an event socket, with the time of now."""
         self.messages += 1
