@@ -195,6 +195,7 @@ class FollowedRank:
             is_replaying=subscriber.stream.replaying is not None,
             held_blocks=blocks.held_blocks,
             orphans=blocks.orphans,
+            doubted_blocks=blocks.doubted_blocks,
             block_sizes={number: spec.block_size for number, spec in blocks.groups.items()},
             lag_s=writer.lag_s,
             named_rank=writer.named_rank,

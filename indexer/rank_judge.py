@@ -11,9 +11,10 @@ from indexer.core.events import BlockRemoved
 from indexer.core.rank_holdings import RankHoldings
 from indexer.core.rank_status import RankCounts
 from indexer.core.rebuild_schedule import RebuildSchedule
-from indexer.core.reports import CacheReport, Report
+from indexer.core.reports import CacheReport, RankTally, Report
 from indexer.core.throttle import Throttle
 from indexer.core.witness import Evidence, Pending, RankWitness
+from indexer.rank_doubts import RankDoubts
 from indexer.rank_writer import RankWriter
 from indexer.subscriber import RankSubscriber
 
@@ -45,11 +46,14 @@ class RankJudge:
         self._throttle = Throttle(config.log_interval_s)
         self._witness = RankWitness(writer.blocks.epoch, config.silent_after_s)
         self._rewrites = RebuildSchedule(_REWRITE_S)
+        self._doubts = RankDoubts(writer, clock)
 
     def hear(self, report: Report) -> Iterable[Evidence]:
         """Take in one report; what it proves at once is for `tell`."""
         witness = self._present_witness()
         if report.epoch == witness.epoch:
+            if isinstance(report, RankTally):
+                self._doubts.present(report.agreed_keys)
             proved = witness.hear(report, self._clock())
             is_doubtful = isinstance(report, CacheReport) and self._subscriber.stream.replaying
             return [*proved, Evidence.CONTRADICTED] if is_doubtful else proved
@@ -63,6 +67,8 @@ class RankJudge:
             if evidence is Evidence.INDEX_DIFFERS:
                 self._doubt_index()
             else:
+                if evidence is Evidence.AGREED:
+                    self._doubts.end()
                 await self._subscriber.on_evidence(evidence)
 
     def _doubt_index(self) -> None:
@@ -73,6 +79,7 @@ class RankJudge:
 
     async def tick(self) -> None:
         """Weigh what is due."""
+        await self._doubts.apply()
         if not self._witness.is_waiting:
             return
         while (due := self._present_witness().take_due(self._clock())) is not None:
@@ -104,6 +111,7 @@ class RankJudge:
                 break
             await asyncio.sleep(0)
             weighed = await self._prune_some(due)
+        await self._doubts.apply()
         await self.tell(witness.judge(weighed.cause))
 
     async def _prune_some(self, due: Pending) -> Weighed:
@@ -120,6 +128,10 @@ class RankJudge:
                 weighed = Weighed(cause=Cause.DRAFTING)
             else:
                 weighed = weigh(report, due.matched_s, RankHoldings(blocks), writer.recent)
+            if weighed.cause is Cause.GHOST:
+                self._doubts.missing(report.key)
+            elif weighed.cause is Cause.DOUBTED:
+                self._doubts.present([report.key])
             return weighed.events
 
         await writer.keeper.prune(blocks, find)

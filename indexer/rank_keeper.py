@@ -208,11 +208,20 @@ class RankKeeper:
 
     async def prune(self, blocks: RankBlocks, find: Callable[[], Sequence[BlockRemoved]]) -> None:
         """Take out what `find` says the engine doesn't hold. Batch number and epoch stay."""
-        if self._journal is None:
+
+        def take_out() -> int:
             events = find()
+            blocks.absorb(EventBatch(0.0, None, list(events)))
+            return sum(len(event.hashes) for event in events)
+
+        await self.amend(blocks, take_out)
+
+    async def amend(self, blocks: RankBlocks, change: Callable[[], int]) -> None:
+        """Have `blocks` changed by what no batch said; `change` returns how many of them it changed."""
+        if self._journal is None:
             seq = BEFORE_FIRST_SEQ if self.written_seq is None else self.written_seq
-            if events:
-                update = blocks.apply(seq, EventBatch(0.0, None, list(events)))
+            if change():
+                update = blocks.take(seq, 0)
                 self.on_changes(update.changes)
                 await self._index.apply(update)
             return
@@ -220,10 +229,9 @@ class RankKeeper:
         async with self._tables:
             if self._latest is None or self._latest[0] is not blocks:
                 return  # another life has begun meanwhile
-            events = find()
-            if events:
-                blocks.absorb(EventBatch(0.0, None, list(events)))
-                self._unwritten_bytes += sum(_HASH_BYTES * len(event.hashes) for event in events)
+            changed = change()
+            if changed:
+                self._unwritten_bytes += _HASH_BYTES * changed
                 self._due.set()
 
     def doubt(self) -> None:

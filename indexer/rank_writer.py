@@ -100,6 +100,11 @@ class RankWriter:
         return self.keeper.written_seq if self.keeper.has_unwritten else self.applied_seq
 
     @property
+    def is_rebuilt(self) -> bool:
+        """The present epoch is an older one, told again from its beginning."""
+        return self.epoch_reason == "rebuilt"
+
+    @property
     def blocks(self) -> RankBlocks:
         """State of the present epoch."""
         return self._blocks

@@ -227,6 +227,11 @@ def _gauges(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
     orphans = GaugeMetricFamily(
         "kvlb_rank_orphan_blocks", "Blocks whose parent is unknown.", labels=_RANK_LABELS
     )
+    doubted = GaugeMetricFamily(
+        "kvlb_rank_doubted_blocks",
+        "Blocks that count no more since what was stored with them is gone.",
+        labels=_RANK_LABELS,
+    )
     connected = GaugeMetricFamily(
         "kvlb_rank_connected", "1 if the live socket has a peer.", labels=_RANK_LABELS
     )
@@ -246,7 +251,8 @@ def _gauges(ranks: Sequence[RankStatus]) -> Iterable[Metric]:
             lag.add_metric(_labels(rank), rank.lag_s)
         held.add_metric(_labels(rank), rank.held_blocks)
         orphans.add_metric(_labels(rank), rank.orphans)
+        doubted.add_metric(_labels(rank), rank.doubted_blocks)
         connected.add_metric(_labels(rank), rank.is_connected)
         for level in _TRUST_LEVELS:
             trust.add_metric([*_labels(rank), level.value], level is rank.trust)
-    return lag, held, orphans, connected, trust, standby
+    return lag, held, orphans, doubted, connected, trust, standby

@@ -13,8 +13,8 @@ Rules:
    noted before it is applied: a copy that isn't noted yet would be taken for an old one.
 4. A hash may be held several times, and several hashes may mean one key: copies are weighed per
    hash and tier, as they are counted.
-5. Predicted too little: if the block was told to the index since, or has left since, events have told
-   it. If the tables hold it and had told it before, the index isn't what was written to it; if they
+5. Predicted too little: if the block was doubted, it is there after all. If it was told to the index
+   since, or has left since, events have told it. If the tables hold it and had told it before, the index isn't what was written to it; if they
    don't hold it, the engine has blocks that were never told of. Where the index reads the tables it
    can't differ, and nothing is told to it; of several groups another may have ended the match. There
    a block that is held was stored since.
@@ -60,6 +60,8 @@ class Cause(StrEnum):
     """A window or state group may have ended the hit."""
     GHOST = "ghost"
     """The tables had a block that the engine had not."""
+    DOUBTED = "doubted"
+    """The engine had a block that nobody believed in (`core.doubts`)."""
     INDEX_DIFFERS = "index_differs"
     """The index promised a block that the tables had not, or lacked one that they had told it."""
     UNSEEN = "unseen"
@@ -83,6 +85,10 @@ class Holdings(Protocol):
     def has_one_group(self) -> bool: ...
     def holds(self, key: BlockKey) -> bool:
         """Whether that group has the block, reachable or not."""
+        ...
+
+    def is_doubted(self, key: BlockKey) -> bool:
+        """Whether that group has the block, and it or one above it isn't believed in."""
         ...
 
     def copies_below(self, key: BlockKey) -> Iterable[HeldCopies]:
@@ -117,6 +123,8 @@ def weigh(report: CacheReport, matched_s: float, held: Holdings, recent: RecentB
 
 def _why_more(key: BlockKey, matched_s: float, held: Holdings, recent: RecentBatches) -> Cause:
     """The engine had a block that the index didn't promise."""
+    if held.is_doubted(key):
+        return Cause.DOUBTED
     if recent.has_lost_since(matched_s, key) or recent.has_gained_since(matched_s, key):
         return Cause.STORED_SINCE
     if not held.holds(key):

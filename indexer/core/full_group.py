@@ -29,7 +29,6 @@ from indexer.core.hashing import (
     root_key,
 )
 from indexer.core.held_blocks import HeldBlocks
-from indexer.core.held_tables import HeldCopies
 from indexer.core.index import GroupSpec, SharedBlocks
 from indexer.core.orphans import Orphans, ParkedBlock
 from indexer.core.types import BlockKey, EngineHash, Tier
@@ -81,6 +80,11 @@ class FullGroup:
         self._named: list[EngineHash] | None = None
         self._plain_roots: dict[str | None, BlockKey] = {}
         """Root keys by adapter, without a salt, as far as they are remembered."""
+
+    @property
+    def held(self) -> HeldBlocks:
+        """What is held, for who weighs what legs have shown."""
+        return self._held
 
     @property
     def reachable_blocks(self) -> int:
@@ -201,14 +205,6 @@ class FullGroup:
         is_held = self._held.copies(engine_hash)[tier] > 0
         return is_held or self.orphans.has_copy(engine_hash, tier)
 
-    def holds(self, key: BlockKey) -> bool:
-        """Whether a block is held, reachable or not."""
-        return self._held.holds(key)
-
-    def copies_below(self, key: BlockKey) -> Iterator[HeldCopies]:
-        """Every copy of a block and of its descendants."""
-        return self._held.copies_below(key)
-
     def tracked_entries(self) -> int:
         """Entries of all internal tables; 0 when nothing is held and nothing parked."""
         return len(self.orphans) + self._held.tracked_entries()
@@ -262,11 +258,17 @@ class FullGroup:
             self._hold_known(hashes, tier)
             return
         salt, extras = split_extra_keys(event)
-        node = self._root(event.lora, salt) if parent is None else self._held.find(parent)
+        node = self._root(event.lora, salt) if parent is None else self._find_parent(parent)
         if node is None or extras or not self._extend(node, hashes, packed, tier):
             self._place(event, node, packed, extras, tier)
             if parent is None and node is not None:
                 self._tree.free(node)
+
+    def _find_parent(self, parent: EngineHash) -> Node | None:
+        node = self._held.find(parent)
+        if node is not None:
+            self._held.believe_in(node.key)  # who extends a block has it
+        return node
 
     def _extend(self, node: Node, hashes: Sequence[EngineHash], packed: bytes, tier: int) -> bool:
         """Add the blocks at once if all are new; False if some aren't."""

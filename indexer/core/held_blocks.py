@@ -12,13 +12,15 @@ Rules:
    block, so that a block stored under it is still placed. So a block that is here has its parent
    here, and an empty rank is an empty table.
 5. What is gained and lost in one batch is reported net, once (`core.net_changes`).
+6. A block that is doubted is kept and counted, and isn't reachable. Storing it again ends the doubt: the
+   copy that was there was none.
 
 Cost: one dict entry per hash and tier; what a block is and what follows it is in the shared tree
 (`core.block_tree`). Everything else is kept only for blocks that need it. Losing or gaining
 costs a step per descendant; so does removing a block, per child that it has on any rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -101,6 +103,11 @@ class HeldBlocks(HeldTables):
         held = self._held[tier]
         if engine_hash in held:
             surplus = self._surplus[tier]
+            if node.key in self._doubted:
+                self.believe([node.key])
+                if copies == 1:
+                    return
+                copies -= 1
             surplus[engine_hash] = surplus.get(engine_hash, 0) + copies
             return
         was_on_tier, was_held = self._lies_on(node, tier), self.is_held(node)
@@ -183,6 +190,47 @@ class HeldBlocks(HeldTables):
         else:
             self._lose_block(engine_hash, node, is_reachable=is_reachable)
 
+    # Doubting.
+
+    def doubt(self, hashes: Iterable[EngineHash]) -> int:
+        """Count these no more until they are stored again, or believed; returns how many there were.
+
+        A hash of several copies on the fastest tier is spared: one of them may be newer.
+        """
+        doubted = 0
+        for engine_hash in hashes:
+            node = self._held[0].get(engine_hash)
+            if node is None or node.key in self._doubted or engine_hash in self._surplus[0]:
+                continue
+            doubted += 1
+            self._doubted.add(node.key)
+            if node.key not in self._cut:
+                self._turn(node, is_reachable=False)
+                self._spread(node, is_reachable=False)
+        return doubted
+
+    def believe(self, keys: Iterable[BlockKey]) -> int:
+        """Count these again; returns how many were doubted."""
+        believed = 0
+        for key in keys:
+            if key not in self._doubted:
+                continue
+            believed += 1
+            self._doubted.discard(key)
+            node = self._nodes[key]
+            if node.parent is None or self._is_reachable(node.parent):
+                self._turn(node, is_reachable=True)
+                self._spread(node, is_reachable=True)
+        return believed
+
+    def believe_in(self, key: BlockKey) -> int:
+        """A block proved to be there, and so did all above it."""
+        node, above = (self._nodes.get(key) if self._doubted else None), list[BlockKey]()
+        while node is not None:
+            above.append(node.key)
+            node = node.parent
+        return self.believe(reversed(above))
+
     def evict(self, most: int, *, by_force: bool = False) -> list[EngineHash]:
         """Drop up to `most` hashes from the fullest tier, and return them: the oldest go first.
 
@@ -255,6 +303,7 @@ class HeldBlocks(HeldTables):
 
     def _lose_block(self, engine_hash: EngineHash, node: Node, *, is_reachable: bool) -> None:
         """The last copy of a block went."""
+        self._doubted.discard(node.key)
         if is_reachable:
             self.reachable_blocks -= 1
         else:
@@ -295,23 +344,27 @@ class HeldBlocks(HeldTables):
 
     def _spread(self, node: Node, *, is_reachable: bool) -> None:
         """Tell the held descendants whether `node` can be reached."""
-        report = self.changes.gain if is_reachable else self.changes.lose
-        step = 1 if is_reachable else -1
         changed = self._here(node)
         while changed:
             below = changed.pop()
-            if not self.is_held(below):
+            if not self.is_held(below) or below.key in self._doubted:
                 continue  # It passes nothing on, nor did it before.
-            if is_reachable:
-                self._cut.discard(below.key)
-            else:
-                self._cut.add(below.key)
-            tiers = [tier for tier in range(len(TIERS)) if self._lies_on(below, tier)]
-            self.reachable_blocks += step
-            self._further_entries += step * (len(tiers) - 1)
-            for tier in tiers:
-                report(below.key, tier)
+            self._turn(below, is_reachable=is_reachable)
             changed += self._here(below)
+
+    def _turn(self, node: Node, *, is_reachable: bool) -> None:
+        """A held block can be reached now, or no more."""
+        if is_reachable:
+            self._cut.discard(node.key)
+        else:
+            self._cut.add(node.key)
+        report = self.changes.gain if is_reachable else self.changes.lose
+        step = 1 if is_reachable else -1
+        tiers = [tier for tier in range(len(TIERS)) if self._lies_on(node, tier)]
+        self.reachable_blocks += step
+        self._further_entries += step * (len(tiers) - 1)
+        for tier in tiers:
+            report(node.key, tier)
 
     def _drop_twin(self, engine_hash: EngineHash, node: Node, tier: int) -> bool:
         """A hash left a tier where some nodes have twins. Whether others still hold its node."""

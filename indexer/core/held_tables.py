@@ -40,6 +40,7 @@ class HeldTables:
 
     __slots__ = (
         "_cut",
+        "_doubted",
         "_further_entries",
         "_gained",
         "_ghost_of",
@@ -81,6 +82,8 @@ class HeldTables:
         self._ghost_of: dict[BlockKey, Ghost] = {}
         self._cut: set[BlockKey] = set()
         """Held, and not reachable."""
+        self._doubted: set[BlockKey] = set()
+        """Of these those that nobody believes in (`core.doubts`); with them goes all below."""
 
     def clear(self) -> None:
         """Drop everything, unreported changes too."""
@@ -95,10 +98,15 @@ class HeldTables:
         gpu, cpu, storage = self._held
         return len(gpu) + len(cpu) + len(storage)
 
+    @property
+    def doubted_blocks(self) -> int:
+        """Blocks that nobody believes in, each for itself."""
+        return len(self._doubted)
+
     def tracked_entries(self) -> int:
         """Entries of all internal tables; 0 when nothing is held."""
         tables: tuple[Any, ...] = (*self._held, *self._surplus, *self._twins)
-        return sum(map(len, (*tables, self._ghosts, self._ghost_of, self._cut)))
+        return sum(map(len, (*tables, self._ghosts, self._ghost_of, self._cut, self._doubted)))
 
     # Looking: `core.index.SharedBlocks`.
 
@@ -200,6 +208,22 @@ class HeldTables:
             else:
                 rest.append(engine_hash)
         return plain, gone, rest
+
+    def stored_order(self) -> list[EngineHash]:
+        """Hashes on the fastest tier, those that have been there longest first."""
+        return list(self._held[0])
+
+    def name_of(self, key: BlockKey) -> EngineHash | None:
+        """The hash by which most ranks call a block; None: nobody knows it."""
+        node = self._nodes.get(key)
+        return None if node is None else node.engine_hash
+
+    def is_doubted(self, key: BlockKey) -> bool:
+        """Whether a block, or one above it, is here and not believed in."""
+        node = self._nodes.get(key) if self._doubted else None
+        while node is not None and node.key not in self._doubted:
+            node = node.parent
+        return node is not None
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is held, reachable or not."""

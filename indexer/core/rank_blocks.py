@@ -115,6 +115,11 @@ class RankBlocks:
         return sum(len(group.orphans) for group in self._groups.fulls)
 
     @property
+    def doubted_blocks(self) -> int:
+        """Blocks of full groups that are here and not believed in (`core.doubts`)."""
+        return sum(group.held.doubted_blocks for group in self._groups.fulls)
+
+    @property
     def held_blocks(self) -> int:
         """Reachable blocks of full groups, each counted once whatever its copies and tiers."""
         return sum(group.reachable_blocks for group in self._groups.fulls)

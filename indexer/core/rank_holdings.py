@@ -26,9 +26,14 @@ class RankHoldings:
     def holds(self, key: BlockKey) -> bool:
         """Whether that group has a block, reachable or not."""
         first = self.blocks.first_full()
-        return first is not None and first.holds(key)
+        return first is not None and first.held.holds(key)
+
+    def is_doubted(self, key: BlockKey) -> bool:
+        """Whether that group has a block, and it or one above it isn't believed in."""
+        first = self.blocks.first_full()
+        return first is not None and first.held.is_doubted(key)
 
     def copies_below(self, key: BlockKey) -> Iterable[HeldCopies]:
         """Every copy of a block and of all its descendants in that group."""
         first = self.blocks.first_full()
-        return () if first is None else first.copies_below(key)
+        return () if first is None else first.held.copies_below(key)

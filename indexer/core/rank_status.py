@@ -74,6 +74,8 @@ class RankStatus:
     """Reachable full-attention blocks."""
     orphans: int
     """Blocks parked because their parent is unknown."""
+    doubted_blocks: int
+    """Blocks that count no more since what was stored with them turned out to be gone."""
     block_sizes: Mapping[int, int]
     """Tokens per block, by KV-cache group."""
     lag_s: float | None

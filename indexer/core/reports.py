@@ -17,6 +17,8 @@ import msgspec
 
 from indexer.core.types import BlockKey, RankId
 
+MOST_AGREED_KEYS = 8
+
 FULL_REPORT_SESSION = "kvlb-full-report"
 """Session of requests that have their engine announce again what they reuse. What is announced under
 it from the root on means at least one copy, not one more."""
@@ -59,6 +61,8 @@ class RankTally(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="tally"
     """Legs that computed at least one whole block, which the engine has to announce."""
     age_s: float = 0.0
     """Since the index was asked for the newest of those legs."""
+    agreed_keys: tuple[BlockKey, ...] = ()
+    """Last block that the engine had, of some of the legs that agreed: the newest `MOST_AGREED_KEYS`."""
 
 
 Report = CacheReport | RankTally

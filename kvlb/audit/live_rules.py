@@ -26,7 +26,7 @@ COMPARED = frozenset({"exact", "over", "under", "no_index"})
 nothing yet: then it has predicted nothing, which can be right or wrong."""
 DIFFERING = frozenset({Verdict.EXPLAINED, Verdict.UNEXPLAINED})
 GUESSED = "predicted_blocks"
-UNDER_CAUSES = frozenset({"stored_since", "unseen"})
+UNDER_CAUSES = frozenset({"stored_since", "unseen", "doubted"})
 EITHER_WAY = frozenset({"index_differs", "too_long_ago"})
 """Causes that are counted for too little as for too much."""
 FAULTS = frozenset({"ghost", "unseen", "index_differs"})

@@ -199,7 +199,14 @@ def test_contradictions_are_sent_one_by_one_and_the_rest_counted() -> None:
     taken = findings.take(105.0)
 
     tally, report = taken["m"]
-    assert tally == RankTally(rank=RANK, epoch=7, agreed=3, computing_legs=3, age_s=2.0)
+    assert tally == RankTally(
+        rank=RANK,
+        epoch=7,
+        agreed=3,
+        computing_legs=3,
+        age_s=2.0,
+        agreed_keys=(KEYS[3], KEYS[3], KEYS[9]),
+    )
     assert isinstance(report, CacheReport)
     assert (report.age_s, report.cached_tokens) == (4.0, 0)
     assert taken["n"] == [RankTally(rank=OTHER, epoch=7, computing_legs=1, age_s=5.0)]

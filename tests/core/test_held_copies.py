@@ -41,7 +41,7 @@ def key_of(group: FullGroup, engine_hash: int) -> BlockKey:
 
 
 def copies(group: FullGroup, key: BlockKey) -> set[tuple[int, int, int]]:
-    found = list(group.copies_below(key))
+    found = list(group.held.copies_below(key))
     assert all(group.key_of(each.engine_hash) == each.key for each in found)
     return {(each.engine_hash, each.tier, each.copies) for each in found}
 
@@ -65,8 +65,8 @@ def test_blocks_of_other_ranks_are_not_told(tree: BlockTree) -> None:
     store(other, 1, 2)
 
     assert copies(group, key_of(group, 1)) == {(1, GPU, 1)}
-    assert not group.holds(key_of(other, 2))
-    assert other.holds(key_of(other, 2))
+    assert not group.held.holds(key_of(other, 2))
+    assert other.held.holds(key_of(other, 2))
 
 
 def test_every_hash_of_a_block_is_told(tree: BlockTree) -> None:
@@ -87,6 +87,6 @@ def test_block_that_is_only_remembered_is_not_held(tree: BlockTree) -> None:
     key = key_of(group, 1)
     group.remove([EngineHash(1)], GPU)
 
-    assert not group.holds(key)
-    assert not group.holds(BlockKey(7))
+    assert not group.held.holds(key)
+    assert not group.held.holds(BlockKey(7))
     assert copies(group, key) == {(2, GPU, 1)}

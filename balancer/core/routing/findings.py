@@ -8,14 +8,14 @@ Rules:
 Cost: constant per leg.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 
 import msgspec
 
 from balancer.core.routing.forecast import Finding, Forecast
-from indexer.core.reports import CacheReport, RankTally, Report
-from indexer.core.types import RankId
+from indexer.core.reports import MOST_AGREED_KEYS, CacheReport, RankTally, Report
+from indexer.core.types import BlockKey, RankId
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +25,7 @@ class _Tally:
     agreed: int = 0
     computing_legs: int = 0
     matched_s: float = 0.0
+    agreed_keys: deque[BlockKey] = field(default_factory=lambda: deque(maxlen=MOST_AGREED_KEYS))
 
 
 class Findings:
@@ -58,6 +59,7 @@ class Findings:
                     agreed=tally.agreed,
                     computing_legs=tally.computing_legs,
                     age_s=now_s - tally.matched_s,
+                    agreed_keys=tuple(tally.agreed_keys),
                 )
             )
         for forecast, report in self._reports:
@@ -72,6 +74,8 @@ class Findings:
         if tally is None or tally.epoch != epoch:
             tally = self._tallies[forecast.rank] = _Tally(epoch, forecast.model)
         tally.agreed += finding.has_agreed
+        if finding.agreed_key is not None:
+            tally.agreed_keys.append(finding.agreed_key)
         if finding.has_computed:
             tally.computing_legs += 1
             tally.matched_s = max(tally.matched_s, forecast.matched_s)

@@ -20,7 +20,7 @@ from balancer.core.record import LegRecord
 from balancer.core.request import GenerateRequest, PromptView
 from indexer.core.index import PrefixMatch, Prompt
 from indexer.core.reports import CacheReport
-from indexer.core.types import RankId, Trust
+from indexer.core.types import BlockKey, RankId, Trust
 
 UNKNOWN_BLOCK_TOKENS = 2048
 """A prompt of so many tokens has a whole block on any engine."""
@@ -52,6 +52,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """If it contradicts the index. Its age is for the sender to fill in."""
     has_agreed: bool = False
     """The engine took from its cache exactly what was predicted, and that was something."""
+    agreed_key: BlockKey | None = None
+    """The last block of that."""
     has_computed: bool = False
     """The engine computed a whole block, which it has to announce."""
 
@@ -107,7 +109,10 @@ def _compare(
     if reported_tokens is None:
         return Finding(outcome="usage_unknown", has_computed=has_computed)
     if cached == predicted:
-        return Finding(outcome="exact", has_agreed=cached > 0, has_computed=has_computed)
+        key = prompt.keys(size)[cached // size - 1] if cached >= size else None
+        return Finding(
+            outcome="exact", has_agreed=cached > 0, agreed_key=key, has_computed=has_computed
+        )
     is_over = predicted > cached
     block = cached // size if is_over else max(1, cached // size) - 1
     report = CacheReport(

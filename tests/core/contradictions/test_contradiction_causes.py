@@ -5,6 +5,7 @@ from typing import Any
 
 from indexer.core.contradictions import Cause, Weighed
 from indexer.core.events import AllBlocksCleared
+from indexer.core.types import EngineHash
 
 NewRank = Callable[..., Any]
 
@@ -140,3 +141,14 @@ def test_only_some_causes_speak_against_the_tables() -> None:
     speaking = {cause for cause in Cause if cause.is_over_evidence}
 
     assert speaking == {Cause.GHOST, Cause.OTHER_GROUPS}
+
+
+def test_block_that_was_doubted_is_there_after_all(rank: Any) -> None:
+    """It, or what hangs on it."""
+    rank.batch(rank.stored(1, 2, 3))
+    first = rank.blocks.first_full()
+    assert first is not None
+    first.held.doubt([EngineHash(1)])
+
+    assert rank.under(0, matched_s=5.0).cause is Cause.DOUBTED
+    assert rank.under(2, matched_s=5.0).cause is Cause.DOUBTED

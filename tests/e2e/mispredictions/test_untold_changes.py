@@ -1,12 +1,17 @@
 """What engines do and don't tell, or tell late: resets, blocks, everything."""
 
+import asyncio
+import random
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
+
 from simulator.core.event_faults import EventFaults
 
 Composed = Callable[..., AbstractAsyncContextManager[Any]]
+MOST_REQUESTS = 20
 MakeTokens = Callable[[int, int], list[int]]
 
 
@@ -149,3 +154,44 @@ async def test_engine_that_computes_and_publishes_nothing_is_silent(
             await kvlb.ask(tokens(300, 4), url=engine.url)
 
         await kvlb.until(lambda: kvlb.has_trust("exact", alias))
+
+
+@pytest.mark.parametrize("asked_first", ["oldest", "any"])
+async def test_untold_reset_of_many_prompts_is_found_out_by_a_few(
+    composed: Composed, tokens: MakeTokens, asked_first: str
+) -> None:
+    """1,000 blocks of 50 prompts with nothing in common are gone; the stream tells them again and again.
+
+    1,000 true ones that were stored later keep their credit, all but those asked for first.
+    """
+    ghosts = [tokens(1000 + number, 20) for number in range(50)]
+    if asked_first == "any":
+        random.Random(7).shuffle(ghosts)  # noqa: S311 - the same each time
+    async with composed() as kvlb:
+        engine = kvlb.engines[0]
+        for each in sorted(ghosts):
+            await kvlb.ask(each, url=engine.url)
+        await kvlb.until(lambda: kvlb.holds(ghosts[-1], "m0"))
+        engine.set_event_faults(EventFaults(hides_clears=True))
+        await kvlb.http.post(f"{engine.url}/reset_prefix_cache")
+        await kvlb.fill_truly()
+
+        for each in ghosts[:MOST_REQUESTS]:
+            await kvlb.ask(each)
+            await asyncio.sleep(
+                0.15
+            )  # as long as it takes until the engine has told of it, and more
+
+        credited = [await kvlb.overlap(each) for each in ghosts[MOST_REQUESTS:]]
+        assert sum(map(bool, credited)) <= len(credited) // 10
+        assert await true_blocks(kvlb) >= 500
+        assert await kvlb.metric("kvlb_rank_doubted_blocks", instance="m0") >= 400
+
+        for each in kvlb.true_prompts:
+            await kvlb.ask(each)
+            await asyncio.sleep(0.15)
+        assert await true_blocks(kvlb) >= 900
+
+
+async def true_blocks(kvlb: Any) -> int:
+    return sum([await kvlb.overlap(each) for each in kvlb.true_prompts])
