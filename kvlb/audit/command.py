@@ -33,13 +33,18 @@ def find_files(recording: Path, requests: Path | None) -> tuple[Path, Path]:
     return recording.with_name(name + EVENTS), recording.with_name(name + REQUESTS)
 
 
-def audit_balancer(url: str, minutes: float, as_json: bool) -> int:
-    """Watch what a running balancer predicts, and print it."""
+def audit_balancer(url: str, indexer: str | None, minutes: float, as_json: bool) -> int:
+    """Watch what a running balancer predicts, and print it; 1 as of a recording."""
     configure_logs(logging.ERROR)
 
     async def watch() -> AuditReport:
         with stop_event() as stopped:
-            return await watch_balancer(url.rstrip("/"), minutes=minutes, stopped=stopped)
+            return await watch_balancer(
+                url.rstrip("/"),
+                minutes=minutes,
+                stopped=stopped,
+                indexer=None if indexer is None else indexer.rstrip("/"),
+            )
 
     return print_audit(run_command(watch()), as_json)
 
@@ -70,11 +75,16 @@ def print_audit(report: AuditReport, as_json: bool) -> int:
     else:
         console.print(render_table(report))
     if not report.requests:
-        Console(stderr=True, soft_wrap=True).print(
-            f"kvlb audit: nothing was compared: {_absence(report)}", markup=False, highlight=False
-        )
+        _say(f"nothing was compared: {_absence(report)}")
         return 1
+    if report.events.get("index_elsewhere"):
+        _say("the index is another process's, which knows why predictions differ: name --indexer")
     return 0 if report.is_explained else 1
+
+
+def _say(what: str) -> None:
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"kvlb audit: {what}", markup=False, highlight=False)
 
 
 def _absence(report: AuditReport) -> str:

@@ -9,7 +9,7 @@ Rules:
 3. Else a cause is looked for in what is known of the rank before and after the request: another
    epoch, less than exact trust, events that came in between. That is what may explain the
    difference, not what is proved to.
-4. `ghost`, `unseen` and `index_differs` are no excuses: the index was wrong.
+4. `ghost`, `unseen` and `index_differs` are no excuses: the index was `wrong`.
 
 Causes have the names of `kvlb.audit.rules` and of the indexer's weighing. Cost: constant per leg.
 """
@@ -18,13 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from kvlb.audit.report import Row, Verdict
+from kvlb.audit.report import LIVE, Row, Verdict
 
-PHASE = "live"
 COMPARED = frozenset({"exact", "over", "under", "no_index"})
 """Outcomes that the balancer itself gives to legs it could compare, or to a rank of which it knew
 nothing yet: then it has predicted nothing, which can be right or wrong."""
-DIFFERING = frozenset({Verdict.EXPLAINED, Verdict.UNEXPLAINED})
+DIFFERING = frozenset({Verdict.EXPLAINED, Verdict.WRONG, Verdict.UNEXPLAINED})
 GUESSED = "predicted_blocks"
 UNDER_CAUSES = frozenset({"stored_since", "unseen", "doubted"})
 EITHER_WAY = frozenset({"index_differs", "too_long_ago"})
@@ -67,8 +66,8 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int | None = None
     last_seq: int | None = None
-    contradictions: Mapping[str, int] = {}
-    """By cause, since the indexer started."""
+    contradictions: Mapping[str, int] | None = None
+    """By cause, since the indexer started; None: it isn't told here."""
 
 
 RankName = tuple[str, int]
@@ -83,7 +82,7 @@ def read_facts(index: object) -> RankFacts:
     return RankFacts(
         epoch=shown.get("epoch"),
         last_seq=shown.get("last_seq"),
-        contradictions=weighed if isinstance(weighed, Mapping) else {},
+        contradictions=weighed if isinstance(weighed, Mapping) else None,
     )
 
 
@@ -105,7 +104,7 @@ def judge(
             verdict, rule = _compare(leg, before.get(rank, nothing), after.get(rank, nothing))
         yield Row(
             i=0,
-            phase=PHASE,
+            phase=LIVE,
             label=leg.leg,
             src=leg.instance,
             rank=leg.rank,
@@ -177,5 +176,5 @@ def _assigned(row: Row, left: Mapping[RankName, tuple[list[str], list[str]]]) ->
     if not causes:
         return row
     cause = causes.pop(0)
-    verdict = Verdict.UNEXPLAINED if cause in FAULTS else Verdict.EXPLAINED
+    verdict = Verdict.WRONG if cause in FAULTS else Verdict.EXPLAINED
     return msgspec.structs.replace(row, verdict=verdict, rule=cause)

@@ -18,10 +18,14 @@ class Verdict(StrEnum):
 
     EXACT = "exact"
     EXPLAINED = "explained"
+    WRONG = "wrong"
+    """The cause is known, and it is that the index was wrong."""
     UNEXPLAINED = "unexplained"
     NOT_COMPARABLE = "not_comparable"
 
 
+SERIAL, LIVE = "serial", "live"
+"""Phases that are held to be right: requests sent alone, and legs of a running balancer."""
 CONVENTIONS = frozenset({"no_cache_read", "later_child", "remote_load"})
 """Causes that lie in what an engine reports; the index was not wrong."""
 
@@ -41,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Cached tokens the engine reported."""
     verdict: Verdict
     rule: str | None = None
-    """Why an explained prediction differs."""
+    """Why it differs, if that is known."""
     reason: str | None = None
     """Why it is not comparable."""
 
@@ -62,11 +66,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of some rows: `requests` = `exact` + explained + `unexplained`."""
+    """Counts of some rows: `requests` = `exact` + explained + wrong + `unexplained`."""
 
     requests: int
     exact: int
     explained: dict[str, int]
+    """By cause, and so is what follows."""
+    wrong: dict[str, int]
     unexplained: int
     not_comparable: dict[str, int]
 
@@ -77,6 +83,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     exact: int
     explained: dict[str, int]
+    wrong: dict[str, int]
     unexplained: int
     not_comparable: dict[str, int]
     phases: dict[str, Tally]
@@ -98,9 +105,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_explained(self) -> bool:
-        """Whether no request that was sent alone was missed without a known cause."""
-        serial = self.phases.get("serial")
-        return serial is None or not serial.unexplained
+        """Whether nothing that is held to be right was wrong, or missed without a known cause."""
+        held = [self.phases[phase] for phase in (SERIAL, LIVE) if phase in self.phases]
+        return not any(tally.wrong or tally.unexplained for tally in held)
 
 
 def build_report(
@@ -117,6 +124,7 @@ def build_report(
         requests=total.requests,
         exact=total.exact,
         explained=total.explained,
+        wrong=total.wrong,
         unexplained=total.unexplained,
         not_comparable=total.not_comparable,
         phases={phase: _tally(of_phase) for phase, of_phase in phases.items()},
@@ -132,25 +140,26 @@ def build_report(
 
 def _tally(rows: Iterable[Row]) -> Tally:
     verdicts: Counter[Verdict] = Counter()
-    explained: Counter[str] = Counter()
+    causes: dict[Verdict, Counter[str]] = {Verdict.EXPLAINED: Counter(), Verdict.WRONG: Counter()}
     not_comparable: Counter[str] = Counter()
     for row in rows:
         verdicts[row.verdict] += 1
         if row.rule is not None:
-            explained[row.rule] += 1
+            causes[row.verdict][row.rule] += 1
         if row.reason is not None:
             not_comparable[row.reason] += 1
     return Tally(
         requests=verdicts.total() - verdicts[Verdict.NOT_COMPARABLE],
         exact=verdicts[Verdict.EXACT],
-        explained=dict(explained),
+        explained=dict(causes[Verdict.EXPLAINED]),
+        wrong=dict(causes[Verdict.WRONG]),
         unexplained=verdicts[Verdict.UNEXPLAINED],
         not_comparable=dict(not_comparable),
     )
 
 
 def render_table(report: AuditReport) -> Group:
-    """Counts per phase, then every request whose difference has no known cause."""
+    """Counts per phase, then every request that no cause excuses, with the cause if it is known."""
     counts = Table(
         title="Predicted and reported cached tokens", title_justify="left", box=SIMPLE_HEAD
     )
@@ -158,6 +167,7 @@ def render_table(report: AuditReport) -> Group:
     counts.add_column("requests", justify="right")
     counts.add_column("exact", justify="right")
     counts.add_column("explained")
+    counts.add_column("wrong")
     counts.add_column("unexplained", justify="right")
     counts.add_column("not comparable")
     for phase, tally in report.phases.items():
@@ -165,22 +175,26 @@ def render_table(report: AuditReport) -> Group:
     if len(report.phases) > 1:
         counts.add_section()
         counts.add_row(*_cells("all", report))
-    unexplained = [row for row in report.rows if row.verdict is Verdict.UNEXPLAINED]
-    differences = [_differences(unexplained)] if unexplained else []
+    missed = [row for row in report.rows if row.verdict in {Verdict.WRONG, Verdict.UNEXPLAINED}]
+    differences = [_differences(missed)] if missed else []
     cuts = map(_ending, report.cuts)
     return Group(counts, *differences, _errors(report), _events(report), *cuts)
 
 
 def _cells(name: str, tally: Tally | AuditReport) -> tuple[str, ...]:
-    style = "red" if tally.unexplained else "green"
     return (
         name,
         str(tally.requests),
         str(tally.exact),
         _counts(tally.explained),
-        f"[{style}]{tally.unexplained}[/]",
+        _alarming(_counts(tally.wrong), is_alarm=bool(tally.wrong)),
+        _alarming(str(tally.unexplained), is_alarm=bool(tally.unexplained)),
         _counts(tally.not_comparable),
     )
+
+
+def _alarming(text: str, *, is_alarm: bool) -> str:
+    return f"[{'red' if is_alarm else 'green'}]{text}[/]"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -189,13 +203,15 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _differences(rows: Iterable[Row]) -> Table:
-    table = Table(title="Without a known cause", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("i", "phase", "instance", "prompt", "predicted", "reported"):
-        table.add_column(heading, justify="left" if heading in {"phase", "instance"} else "right")
+    table = Table(title="Wrong, or without a known cause", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("i", "phase", "instance", "prompt", "predicted", "reported", "cause"):
+        is_text = heading in {"phase", "instance", "cause"}
+        table.add_column(heading, justify="left" if is_text else "right")
     for row in rows:
         instance = row.src if row.rank is None else f"{row.src}/{row.rank}"
         figures = (row.prompt_tokens, row.predicted, row.reported)
-        table.add_row(str(row.i), row.phase, instance, *map(str, figures))
+        cause = (row.rule or "-").replace("_", " ")
+        table.add_row(str(row.i), row.phase, instance, *map(str, figures), cause)
     return table
 
 

@@ -33,6 +33,14 @@ def audit(
     url: Annotated[
         str, typer.Option(envvar="KVLB_URL", help="With --live: the balancer.")
     ] = "http://127.0.0.1:8080",
+    indexer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With --live: the status of `kvlb indexer`, if the balancer is apart from it. "
+            "Only it knows why predictions differ.",
+        ),
+    ] = None,
     instance: InstanceOption = None,
     config: ConfigOption = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="With --live: for how long.")] = 1,
@@ -47,8 +55,9 @@ def audit(
     --live and engines (--instance, --config) it sends them requests of its own, without a balancer.
     Files that are cut, since the recorder was killed, are read as far as they go, and named.
 
-    Exits 1 if a request sent alone (phase `serial`) was mispredicted without an explanation, or if
-    nothing could be compared.
+    Exits 1 if a request sent alone (phase `serial`) or seen live was mispredicted and nothing
+    explains it: `unexplained`, or `wrong`, which is a cause that lies in the index. Exits 1, too,
+    if nothing could be compared.
 
     For example:
 
@@ -66,7 +75,7 @@ def audit(
     elif instance or config:
         code = audit_engines(instance or (), config, minutes, as_json)
     else:
-        code = audit_balancer(url, minutes, as_json)
+        code = audit_balancer(url, indexer, minutes, as_json)
     raise typer.Exit(code)
 
 

@@ -151,9 +151,9 @@ def test_causes_that_the_indexer_weighed_replace_ours() -> None:
 
     assert [verdict(each) for each in rows] == [
         (Verdict.EXPLAINED, "evicted_since"),
-        (Verdict.UNEXPLAINED, "ghost"),
+        (Verdict.WRONG, "ghost"),
         (Verdict.EXPLAINED, "evicted_since"),
-        (Verdict.UNEXPLAINED, "unseen"),
+        (Verdict.WRONG, "unseen"),
         (Verdict.EXPLAINED, "stored_since"),
     ]
 
@@ -164,7 +164,7 @@ def test_index_that_differs_may_promise_too_little_or_too_much() -> None:
 
     named = assign_causes(rows, {RANK: {"index_differs": 2}})
 
-    assert [verdict(row) for row in named] == [(Verdict.UNEXPLAINED, "index_differs")] * 2
+    assert [verdict(row) for row in named] == [(Verdict.WRONG, "index_differs")] * 2
 
 
 def test_what_did_not_differ_gets_no_cause() -> None:
@@ -176,6 +176,38 @@ def test_what_did_not_differ_gets_no_cause() -> None:
 
 def report_of(*rows: Row) -> AuditReport:
     return build_report(list(rows), {})
+
+
+def test_cause_is_counted_once_under_its_verdict() -> None:
+    """A ghost explains nothing, and what is explained is no ghost."""
+    over = judged(*[leg(cached_tokens=0)] * 3, leg(), after=HEARD)
+    rows = assign_causes([*over, *judged(leg(cached_tokens=0))], {RANK: {"ghost": 2}})
+
+    tally = report_of(*rows).phases["live"]
+
+    assert tally.wrong == {"ghost": 2}
+    assert tally.explained == {"evicted_since": 1}
+    assert (tally.exact, tally.unexplained, tally.requests) == (1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("leg_", "weighed", "is_explained"),
+    [
+        pytest.param(leg(), {}, True, id="exact"),
+        pytest.param(leg(cached_tokens=0), {"evicted_since": 1}, True, id="evicted"),
+        pytest.param(leg(cached_tokens=0), {"ghost": 1}, False, id="ghost"),
+        pytest.param(leg(cached_tokens=80), {"unseen": 1}, False, id="unseen"),
+        pytest.param(leg(cached_tokens=0), {}, False, id="no-cause"),
+        pytest.param(leg(error="x"), {}, True, id="not-comparable"),
+    ],
+)
+def test_live_report_holds_if_causes_excuse_every_difference(
+    leg_: Leg, weighed: dict[str, int], is_explained: bool
+) -> None:
+    """As a recording's does; it decides about the exit code."""
+    rows = assign_causes(judged(leg_), {RANK: weighed})
+
+    assert report_of(*rows).is_explained is is_explained
 
 
 def test_errors_are_counted_by_direction() -> None:

@@ -133,7 +133,7 @@ async def test_balancer_that_goes_away_leaves_what_was_seen() -> None:
             await balancer.chat("a question")
             await watch.look()
         async with httpx.AsyncClient(trust_env=False) as http:
-            watch._balancer._http = http
+            watch._pages._http = http
             await watch.look()
         report = watch.report()
 
