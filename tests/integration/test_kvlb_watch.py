@@ -124,6 +124,22 @@ async def test_watching_what_is_no_balancer_is_said() -> None:
             await watch_balancer(fleet.engines[0].url, minutes=1, stopped=asyncio.Event())
 
 
+async def test_indexer_that_is_none_is_said() -> None:
+    """Nobody there, or a balancer: by the option's name."""
+    async with (
+        simulated_fleet(parse_fleet("1"), ENGINE) as fleet,
+        balancing(fleet.engines) as balancer,
+    ):
+        for indexer, says in (
+            ("http://127.0.0.1:9", "no indexer answers .* --indexer"),
+            (balancer.url, "is no kvlb indexer; .* --indexer"),
+        ):
+            with pytest.raises(PeerError, match=says):
+                await watch_balancer(
+                    balancer.url, minutes=1, stopped=asyncio.Event(), indexer=indexer
+                )
+
+
 async def test_balancer_that_goes_away_leaves_what_was_seen() -> None:
     """The looks that got no answer are counted."""
     async with simulated_fleet(parse_fleet("1"), ENGINE) as fleet:
