@@ -56,6 +56,9 @@ class RankDoubts:
     async def apply(self) -> None:
         """Doubt what there is to be doubted by now, and nothing else."""
         group, doubts = self._look(), self._doubts
+        if group is not None and group.held.extended:
+            self.present(group.held.extended)
+            group.held.extended.clear()
         if not self.is_due or group is None or doubts is None:
             return
         self.is_due = False

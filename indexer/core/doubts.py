@@ -108,6 +108,8 @@ class Doubts:
             first, end, near = ranges[0].start, ranges[-1].stop, _apart(missing)
         else:
             first, end, near = min(missing, default=place + 1), max(missing, default=-1), inf
+        if first <= place < end:
+            return  # that was doubted already, or lies between
         self._rising = self._rising + 1 if 0 <= place - end <= near else 0
         self._falling = self._falling + 1 if 0 < first - place <= near else 0
 

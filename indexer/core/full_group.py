@@ -267,7 +267,7 @@ class FullGroup:
     def _find_parent(self, parent: EngineHash) -> Node | None:
         node = self._held.find(parent)
         if node is not None:
-            self._held.believe_in(node.key)  # who extends a block has it
+            self._held.extend(node.key)
         return node
 
     def _extend(self, node: Node, hashes: Sequence[EngineHash], packed: bytes, tier: int) -> bool:

@@ -223,6 +223,11 @@ class HeldBlocks(HeldTables):
                 self._spread(node, is_reachable=True)
         return believed
 
+    def extend(self, key: BlockKey) -> None:
+        """A block is stored under this one: who does so has it."""
+        if self._doubted and self.believe_in(key):
+            self.extended.append(key)
+
     def believe_in(self, key: BlockKey) -> int:
         """A block proved to be there, and so did all above it."""
         node, above = (self._nodes.get(key) if self._doubted else None), list[BlockKey]()

@@ -4,6 +4,7 @@
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from indexer.core.net_changes import NetChanges
 from indexer.core.types import BlockKey, EngineHash, Tier
 
 Table = dict[EngineHash, Node]
+MOST_EXTENDED = 64
 
 
 class HeldCopies(NamedTuple):
@@ -51,6 +53,7 @@ class HeldTables:
         "_surplus",
         "_twins",
         "changes",
+        "extended",
         "reachable_blocks",
         "touched",
         "tree",
@@ -84,6 +87,8 @@ class HeldTables:
         """Held, and not reachable."""
         self._doubted: set[BlockKey] = set()
         """Of these those that nobody believes in (`core.doubts`); with them goes all below."""
+        self.extended: deque[BlockKey] = deque(maxlen=MOST_EXTENDED)
+        """Blocks that were doubted when another one was stored under them; the newest."""
 
     def clear(self) -> None:
         """Drop everything, unreported changes too."""

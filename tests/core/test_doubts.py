@@ -36,6 +36,7 @@ def test_few_missing_blocks_raise_no_doubt(missing: tuple[int, ...]) -> None:
         pytest.param((100, 120, 140), (), [range(80, 161)], id="three-in-order"),
         pytest.param((100, 120, 140, 170), (), [range(77, 264)], id="next-right-above"),
         pytest.param((100, 120, 140, 170, 270), (), [range(58, 951)], id="and-next"),
+        pytest.param((100, 120, 140, 170, 270, 130), (), [range(66, 815)], id="and-one-between"),
         pytest.param((100, 120, 140, 280), (), [range(40, 341)], id="far-above"),
         pytest.param((900, 880, 860, 830), (), [range(737, 924)], id="right-below"),
         pytest.param((100, 120, 140, 170, 60), (), [range(33, 198)], id="below-then"),

@@ -113,6 +113,16 @@ async def test_block_found_there_is_believed_with_all_above_it(rank: Rank) -> No
     assert (await rank.held())[:6] == [0, 0, 0, 0, 0, 5]
 
 
+async def test_block_that_is_extended_is_believed_as_well(rank: Rank) -> None:
+    """The engine says so itself, whoever computed what follows."""
+    await rank.lacks(0, 4, 2)
+    await rank.tell(["BlockStored", [999], 503, [1, 2, 3, 4], SIZE, None])
+    await rank.doubts.apply()
+
+    assert await rank.held() == [0, 0, 0, 0, 0, 5, 5, 5, 5, 5]
+    assert rank.writer.blocks.doubted_blocks < 25
+
+
 async def test_what_was_stored_since_is_not_doubted(rank: Rank) -> None:
     """The very requests that found it gone computed it anew."""
     await rank.lacks(0, 2)
