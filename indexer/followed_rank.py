@@ -14,6 +14,7 @@ from indexer.claims import Claim, TopicSharedError
 from indexer.config import RankSource
 from indexer.core.index import IndexUnavailableError, NotOwnerError
 from indexer.core.rank_status import RankCounts, RankStatus
+from indexer.core.types import Trust
 from indexer.ports import Ports
 from indexer.rank_judge import RankJudge
 from indexer.rank_writer import RankWriter, WritingMeans
@@ -43,7 +44,8 @@ class FollowedRank:
         self._counts = RankCounts()
         self._problem: str | None = None
         self._claim: Claim | None = None
-        self.is_standing_by = False
+        self._stood_back_s: float | None = None
+        """When another indexer was found to write it; None: we do."""
         """Another process writes this rank."""
         self._writer, self._subscriber = self._begin()
         self.judge = self._new_judge()
@@ -90,7 +92,7 @@ class FollowedRank:
             self._ports.listening(self.source, self._subscriber),
             asyncio.TaskGroup() as group,
         ):
-            self._problem, self.is_standing_by = None, False
+            self._problem = self._stood_back_s = None
             self._writer.may_resume = may_resume
             beside = [
                 group.create_task(claim.until_lost()),
@@ -104,7 +106,7 @@ class FollowedRank:
         """Be in no answer for as long as others' messages may be taken for this rank's."""
         self._writer, self._subscriber = self._begin()
         self.judge = self._new_judge()
-        self._problem, self.is_standing_by = None, False
+        self._problem = self._stood_back_s = None
         self._writer.trust_reason = "topic_shared"
         names = {"instance": self.source.alias, "rank": self.source.rank.rank}
         _logger.error("topic_shared", **names, problem=claim.problem)
@@ -129,7 +131,7 @@ class FollowedRank:
         """Wait until the rank is free again."""
         journal = self._means.journal
         self._counts.index_faults["taken_over"] += 1
-        self.is_standing_by = True
+        self._stood_back_s = self._means.clock()
         self._problem = "standing by: another indexer writes this rank"
         names = {"instance": self.source.alias, "rank": self.source.rank.rank}
         _logger.warning("rank_taken_over", **names)
@@ -157,6 +159,11 @@ class FollowedRank:
         return writer, subscriber
 
     @property
+    def is_standing_by(self) -> bool:
+        """Another indexer writes it."""
+        return self._stood_back_s is not None
+
+    @property
     def _shared_topic(self) -> str | None:
         return self._claim.problem if self._claim else None
 
@@ -176,6 +183,9 @@ class FollowedRank:
 
     def status(self) -> RankStatus:
         writer, subscriber, blocks = self._writer, self._subscriber, self._writer.blocks
+        trust, reason, since_s = writer.trust, writer.trust_reason, writer.trust_since_s
+        if self._stood_back_s is not None:  # what was known of it is out of date
+            trust, reason, since_s = Trust.LOAD_ONLY, "standing_by", self._stood_back_s
         return RankStatus(
             rank=self.source.rank,
             alias=self.source.alias,
@@ -188,9 +198,9 @@ class FollowedRank:
             epoch=blocks.epoch,
             epoch_reason=writer.epoch_reason,
             last_seq=writer.indexed_seq,
-            trust=writer.trust,
-            trust_reason=writer.trust_reason,
-            trust_since_s=self._means.clock() - writer.trust_since_s,
+            trust=trust,
+            trust_reason=reason,
+            trust_since_s=self._means.clock() - since_s,
             held_batches=subscriber.stream.held_batches,
             is_replaying=subscriber.stream.replaying is not None,
             held_blocks=blocks.held_blocks,

@@ -117,6 +117,8 @@ class MemoryIndex:
         self._lives: dict[RankId, _Life] = {}
         self._by_model: dict[str, dict[RankId, _Life]] = {}
         self._trust: dict[RankId, Trust] = {}
+        self._reasons: dict[RankId, str] = {}
+        """Of what isn't exact."""
         self._leaving: list[Keys] = []
 
     async def apply(self, update: RankUpdate) -> None:
@@ -129,16 +131,21 @@ class MemoryIndex:
             self._change(life, change)
         self._sweep()
 
-    async def set_trust(self, rank: RankId, trust: Trust) -> None:
+    async def set_trust(self, rank: RankId, trust: Trust, reason: str = "") -> None:
         self._trust[rank] = trust
+        if reason and trust is not Trust.EXACT:
+            self._reasons[rank] = reason
+        else:
+            self._reasons.pop(rank, None)
 
     async def retire(self, rank: RankId) -> None:
         self._trust.pop(rank, None)
+        self._reasons.pop(rank, None)
         self._close(rank)
 
     async def match(self, prompt: Prompt) -> dict[RankId, PrefixMatch]:
         lives = self._by_model.get(prompt.namespace.model, {})
-        trust, exact = self._trust, Trust.EXACT
+        trust, exact, reasons = self._trust, Trust.EXACT, self._reasons
         asked = _Asked(prompt)
         return {
             rank: PrefixMatch(
@@ -147,6 +154,7 @@ class MemoryIndex:
                 trust=trust.get(rank, exact),
                 epoch=life.epoch,
                 clears=life.clears,
+                reason=reasons.get(rank),
             )
             for rank, life in lives.items()
         }

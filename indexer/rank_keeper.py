@@ -253,12 +253,12 @@ class RankKeeper:
             self._room.clear()
             await self._room.wait()
 
-    async def set_trust(self, trust: Trust) -> None:
+    async def set_trust(self, trust: Trust, reason: str = "") -> None:
         async with self._turn:
             await self._write_latest()  # nobody shall believe in what isn't there yet
             self._trust = trust
             if not self.is_behind:
-                await self._attempt(lambda: self._index.set_trust(self._rank, trust))
+                await self._attempt(lambda: self._index.set_trust(self._rank, trust, reason))
 
     async def run(self) -> None:
         """Write, renew and repair until cancelled."""

@@ -183,11 +183,11 @@ class RankWriter:
     async def set_trust(self, trust: Trust, reason: str) -> None:
         # Bad news at once; good news when the index has what they speak of.
         if trust is Trust.EXACT:
-            await self.keeper.set_trust(trust)
+            await self.keeper.set_trust(trust, reason)
             self._show_trust(trust, reason)
         else:
             self._show_trust(trust, reason)
-            await self.keeper.set_trust(trust)
+            await self.keeper.set_trust(trust, reason)
 
     def _show_trust(self, trust: Trust, reason: str) -> None:
         if trust is not self.trust:

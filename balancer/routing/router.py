@@ -104,12 +104,12 @@ class Router:
     @property
     def silent_ranks(self) -> int:
         """Ranks whose indexer has stopped."""
-        return len(self._ranks.reasons)
+        return self._ranks.silent
 
     @property
     def index_problem(self) -> str | None:
         """What keeps cache knowledge from being exact, beside what streams do; None: nothing."""
-        if self.lookups.problem is not None or not self._ranks.reasons:
+        if self.lookups.problem is not None or not self.silent_ranks:
             return self.lookups.problem
         return (
             f"no indexer keeps what the index says of {self.silent_ranks} rank(s) up to date:"
@@ -127,7 +127,7 @@ class Router:
         return Trust.APPROXIMATE if is_guessed else known
 
     def belief(self, rank: RankId) -> tuple[Trust, str | None]:
-        """The same, and why it isn't exact where that isn't the stream's doing."""
+        """The same, and why it isn't exact where somebody said."""
         return self.trust(rank), self.lookups.reason or self._ranks.reasons.get(rank)
 
     def set_settings(self, settings: RoutingSettings, pd: PdSettings, policy: Policy) -> None:

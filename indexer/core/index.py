@@ -253,7 +253,8 @@ class PrefixMatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How often its cache was told to be empty. Another number than last time: what was on its way
     there, and computed before, is void."""
     reason: str | None = None
-    """Why trust is lower than was written, if it is: whoever writes has stopped (`core.pulse`)."""
+    """Why it isn't exact, as written; `core.pulse.SILENT`: trust is lower than was written, whoever writes
+    has stopped. None: it is exact, or nobody said."""
 
     @property
     def tokens(self) -> int:
@@ -311,8 +312,11 @@ class BlockIndex(PrefixLookup, Protocol):
         """Apply one batch. Raises StaleEpochError if a newer epoch of the rank is known."""
         ...
 
-    async def set_trust(self, rank: RankId, trust: Trust) -> None:
-        """State from now on how far `rank` can be believed. Kept across epochs until set again."""
+    async def set_trust(self, rank: RankId, trust: Trust, reason: str = "") -> None:
+        """State from now on how far `rank` can be believed, and why. Kept across epochs until set again.
+
+        Readers are told the reason of what isn't exact.
+        """
         ...
 
     async def retire(self, rank: RankId) -> None:

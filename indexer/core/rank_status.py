@@ -55,7 +55,8 @@ class RankStatus:
     replay_endpoint: str | None
     is_connected: bool
     is_standing_by: bool
-    """Another indexer writes this rank, and we wait until it lets go of it."""
+    """Another indexer writes this rank, and we wait until it lets go of it. Its trust is `load_only` here:
+    we don't hear it."""
     problem: str | None
     """Why it is not being followed, or not being written."""
     epoch: int

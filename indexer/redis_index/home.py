@@ -22,7 +22,8 @@ class Home:
     """0: no epoch was ever opened."""
     seq: bytes
     """Batch that Redis should have last; other words while the rank is rewritten."""
-    trust: Trust
+    told: tuple[Trust, str]
+    """How far it can be believed, and why not wholly."""
     groups: Groups = field(default_factory=dict)
     clears: int = 0
     """As the table of ranks says."""

@@ -62,6 +62,7 @@ class Layout:
                     trust=match.trust,
                     epoch=match.epoch,
                     clears=match.clears,
+                    reason=match.reason,
                 )
             else:
                 matches[rank] = match
@@ -102,6 +103,7 @@ def _nothing_held(entry: RankEntry) -> PrefixMatch:
         trust=entry.trust,
         epoch=entry.epoch,
         clears=entry.clears,
+        reason=entry.reason or None,
     )
 
 

@@ -61,6 +61,8 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Lowest number first."""
     clears: int = 0
     """As `PrefixMatch` has them."""
+    reason: str = ""
+    """Why trust isn't exact."""
 
     @property
     def id(self) -> RankId:

@@ -54,7 +54,8 @@ class RedisIndexWriter:
         self._connection = connection
         self._clock = clock
         self._homes: dict[RankId, Home] = {}
-        self._trust: dict[RankId, Trust] = {}
+        self._told: dict[RankId, tuple[Trust, str]] = {}
+        """How far each can be believed, and why."""
         self._taken: dict[RankId, bytes] = {}
         """Ranks that another process took, with the token under which we had them."""
         self._swept_s: dict[str, float] = {}
@@ -94,20 +95,20 @@ class RedisIndexWriter:
         program.add(update.changes, update.rows)
         await self._write(update.rank, home, "next", update, program)
 
-    async def set_trust(self, rank: RankId, trust: Trust) -> None:
-        self._trust[rank] = trust
+    async def set_trust(self, rank: RankId, trust: Trust, reason: str = "") -> None:
+        told = self._told[rank] = trust, "" if trust is Trust.EXACT else reason
         home = self._homes.get(rank)
-        if home is None or not home.epoch or not home.is_whole or home.trust is trust:
+        if home is None or not home.epoch or not home.is_whole or home.told == told:
             return
         nothing = RankUpdate(
             rank=rank, model=home.model, epoch=home.epoch, seq=int(home.seq), changes=()
         )
-        home.trust = trust
+        home.told = told
         program = Program(home.keys, home.epoch, home.groups)
         await self._write(rank, home, "trust", nothing, program)
 
     async def retire(self, rank: RankId) -> None:
-        self._trust.pop(rank, None)
+        self._told.pop(rank, None)
         self._taken.pop(rank, None)
         home = self._homes.pop(rank, None)
         if home is not None:
@@ -145,7 +146,8 @@ class RedisIndexWriter:
         home: Home | None = None
         last: RankUpdate | None = None
         for number, part in enumerate(parts):
-            self._trust[part.rank] = trust
+            if self._told.get(part.rank, _EXACT)[0] is not trust:
+                self._told[part.rank] = trust, ""
             if home is None:
                 home = await self._begin(part, model)
             program = Program(home.keys, home.epoch, home.groups)
@@ -250,7 +252,7 @@ class RedisIndexWriter:
             owner=owner,
             epoch=int(epoch or 0),
             seq=seq or b"",
-            trust=self._trust.get(rank, entry.trust if entry else Trust.EXACT),
+            told=self._told.get(rank) or ((entry.trust, entry.reason) if entry else _EXACT),
             groups={each.group: each for each in entry.groups} if entry else {},
             clears=entry.clears if entry else 0,
             is_whole=is_whole,
@@ -258,7 +260,7 @@ class RedisIndexWriter:
             description=description or b"",
             record=(digest, facts),
         )
-        self._trust.setdefault(rank, home.trust)
+        self._told.setdefault(rank, home.told)
         return home
 
     async def _remove(self, home: Home, *, keep_state: bool) -> None:
@@ -329,7 +331,7 @@ class RedisIndexWriter:
         home.clears = clears
         home.is_whole = is_visible
         if entry:
-            home.trust, home.description = entry.trust, description
+            home.told, home.description = (entry.trust, entry.reason), description
 
     def _kept(self, home: Home, step: str, update: RankUpdate) -> Sequence[Part]:
         """Digest and facts of the last batch, as far as they change; of facts nothing, if they don't."""
@@ -343,13 +345,15 @@ class RedisIndexWriter:
         return [home.record[0] or b"", (packed or b"") if is_new else b""]
 
     def _entry(self, rank: RankId, epoch: int, groups: Groups, clears: int) -> RankEntry:
+        trust, reason = self._told.get(rank, _EXACT)
         return RankEntry(
             instance=rank.instance,
             rank=rank.rank,
             epoch=epoch,
-            trust=self._trust.get(rank, Trust.EXACT),
+            trust=trust,
             groups=tuple(groups[number] for number in sorted(groups)),
             clears=clears,
+            reason=reason,
         )
 
     async def _read(self, home: Home) -> RankRecord:
@@ -364,7 +368,7 @@ class RedisIndexWriter:
             epoch=home.epoch,
             seq=int(home.seq),
             digest=int(digest or 0),
-            trust=home.trust,
+            trust=home.told[0],
             facts=msgspec.msgpack.decode(facts or b"", type=RankFacts),
             groups=[entry.spec for entry in home.groups.values()],
             rows=rows,
@@ -390,4 +394,5 @@ class RedisIndexWriter:
         raise IndexLostError("Redis doesn't have what was written last")
 
 
+_EXACT = (Trust.EXACT, "")
 _STEPS = {"open": "open", "next": "next", "trust": "next", "begin": "begin", "end": "end"}

@@ -18,6 +18,7 @@ from typing import Any, Final
 from balancer.core.http.headers import find_header
 from balancer.core.request import GenerateRequest
 from balancer.core.routing.plan import Candidate
+from indexer.core.pulse import SILENT
 from indexer.core.reports import FULL_REPORT_SESSION
 from indexer.core.types import InstanceId, RankId, Trust
 
@@ -46,7 +47,7 @@ class FullReports:
         """Whether this request, which prefills on `candidate`, is to ask for it."""
         rank = candidate.rank
         # Where its indexer has stopped nobody would hear the report.
-        is_heard = candidate.trust is Trust.DEGRADED and candidate.trust_reason is None
+        is_heard = candidate.trust is Trust.DEGRADED and candidate.trust_reason != SILENT
         if not self.interval_s or not is_heard:
             self._degraded_s.pop(rank, None)
             return False

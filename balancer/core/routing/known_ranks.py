@@ -16,6 +16,7 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 from indexer.core.index import PrefixMatch
+from indexer.core.pulse import SILENT
 from indexer.core.types import RankId, Trust
 
 
@@ -34,7 +35,7 @@ class KnownRanks:
         self.block_sizes: dict[RankId, int] = {}
         self.trusts: dict[RankId, Trust] = {}
         self.reasons: dict[RankId, str] = {}
-        """Of those whose trust is lower than was written."""
+        """Why those that aren't exact aren't, where somebody said."""
         self.unknown = 0
         """Ranks that the fleet doesn't have, summed over lookups."""
         self._epochs: dict[RankId, int] = {}
@@ -71,6 +72,11 @@ class KnownRanks:
             voided.emptied.append(rank)
         self._epochs[rank] = match.epoch
         self._clears[rank] = match.clears
+
+    @property
+    def silent(self) -> int:
+        """Ranks whose trust is lower than was written: their indexer has stopped."""
+        return sum(reason == SILENT for reason in self.reasons.values())
 
     def miss(self, ranks: Set[RankId]) -> None:
         """The index answered without them."""

@@ -44,18 +44,18 @@ def block_sizes_differ(fleet: FleetFacts) -> Iterator[Finding]:
 
 def hash_seed_differs(fleet: FleetFacts) -> Iterator[Finding]:
     """Ranks that share tiers name the same block differently, so they never find each other's."""
-    for (model, _), hashed in _by_first_block(fleet.instances).items():
+    sharing = [each for each in fleet.instances if _shared_tier(each) is not None]
+    for (model, _), hashed in _by_first_block(sharing).items():
         several = list({facts.name: facts for facts, _ in hashed}.values())
-        sharing = [each for each in several if _shared_tier(each) is not None]
         hashes = {value for _, value in hashed}
-        if not sharing or len(hashes) == 1:
+        if len(hashes) == 1:
             continue
         yield Finding(
             name="hash_seed_differs",
             level=Level.ERROR,
             instance=", ".join(facts.name for facts in several),
             seen=f"{len(hashes)} hashes for the same block of {model}, with blocks in shared tiers "
-            f"({sharing[0].name}: {_shared_tier(sharing[0])})",
+            f"({several[0].name}: {_shared_tier(several[0])})",
             change=_same_hashes(several),
         )
 

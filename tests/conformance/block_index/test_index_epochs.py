@@ -46,6 +46,42 @@ async def test_trust_is_told_with_the_match_and_outlives_epochs(
     assert (await index.match(prompt()))[E0].trust is Trust.EXACT
 
 
+async def test_reason_is_told_of_what_is_not_exact(index: BlockIndex, update: Update) -> None:
+    """And of a new one, though trust is the same; a rewrite or a new epoch changes nothing of it."""
+
+    async def told() -> list[tuple[Trust, str | None]]:
+        found = await index.match(Prompt(Namespace(model="tiny"), TOKENS))
+        return [(match.trust, match.reason) for match in found.values()]
+
+    await index.apply(update(E0, FULL))
+    seen = await told()
+    for trust, reason in [
+        (Trust.DEGRADED, "gap_lost"),
+        (Trust.DEGRADED, "orphans"),
+        (Trust.EXACT, "replayed"),
+        (Trust.DEGRADED, ""),
+        (Trust.LOAD_ONLY, "nothing_known"),
+    ]:
+        await index.set_trust(E0, trust, reason)
+        seen += await told()
+    await index.apply(update(E0, FULL, epoch=2))
+    seen += await told()
+    await index.retire(E0)
+    await index.apply(update(E0, FULL))
+    seen += await told()
+
+    assert seen == [
+        (Trust.EXACT, None),
+        (Trust.DEGRADED, "gap_lost"),
+        (Trust.DEGRADED, "orphans"),
+        (Trust.EXACT, None),
+        (Trust.DEGRADED, None),
+        (Trust.LOAD_ONLY, "nothing_known"),
+        (Trust.LOAD_ONLY, "nothing_known"),
+        (Trust.EXACT, None),
+    ]
+
+
 async def test_new_epoch_empties_the_rank_at_once(
     index: BlockIndex, update: Update, held: Held, overlap: Overlap
 ) -> None:

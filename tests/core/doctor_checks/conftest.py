@@ -85,8 +85,10 @@ def engine() -> Callable[..., InstanceFacts]:
 def second() -> Callable[..., InstanceFacts]:
     """A well engine on another machine."""
 
-    def make(url: str = "http://10.0.0.2:8000", **facts: Any) -> InstanceFacts:
-        return _engine("m1", told={"url": url}, **facts)
+    def make(
+        url: str = "http://10.0.0.2:8000", told: dict[str, Any] | None = None, **facts: Any
+    ) -> InstanceFacts:
+        return _engine("m1", told={"url": url, **(told or {})}, **facts)
 
     return make
 

@@ -26,16 +26,18 @@ def hashed(value: int, **metrics: Any) -> dict[str, Any]:
 def test_unseeded_hashes_matter_where_blocks_are_shared(
     engine: MakeEngine, second: MakeEngine, fleet: MakeFleet
 ) -> None:
-    """Another hash for the same block: nothing to us, everything to a shared tier."""
+    """Another hash for the same block: nothing to us nor to who shares nothing, everything to a shared tier."""
+    tier = "kv_offloading_size=4.0"
     one, other = engine(**hashed(1)), second(**hashed(2))
-    shared = engine(**hashed(1, offload="kv_offloading_size=4.0"))
-    (finding,) = examine(fleet(shared, other))
+    shared = engine(**hashed(1, offload=tier))
+    (finding,) = examine(fleet(shared, second(**hashed(2, offload=tier))))
 
-    assert finding.name == "hash_seed_differs"
+    assert (finding.name, finding.instance) == ("hash_seed_differs", "m0, m1")
     assert "PYTHONHASHSEED" in finding.change
     assert "xxhash" in finding.change
     assert examine(fleet(one, other)) == []
-    assert examine(fleet(shared, second(**hashed(1)))) == []
+    assert examine(fleet(shared, other)) == []
+    assert examine(fleet(shared, second(**hashed(1, offload=tier)))) == []
 
 
 def test_ranks_of_one_engine_draw_seeds_of_their_own(engine: MakeEngine, fleet: MakeFleet) -> None:
@@ -51,8 +53,9 @@ def test_shared_tier_is_seen_by_its_events(
     engine: MakeEngine, second: MakeEngine, fleet: MakeFleet
 ) -> None:
     """Blocks on the CPU say so."""
-    one = engine(**hashed(1))
-    tiered = second(stream={"first_hash": 2, "tiers": frozenset({"gpu", "cpu"})})
+    tiers = frozenset({"gpu", "cpu"})
+    one = engine(stream={"first_hash": 1, "tiers": tiers}, metrics=hashed(1)["metrics"])
+    tiered = second(stream={"first_hash": 2, "tiers": tiers})
     (finding,) = fleet_checks.hash_seed_differs(fleet(one, tiered))
 
     assert "events of tier cpu" in finding.seen
@@ -82,8 +85,9 @@ def test_shared_tier_is_told_by_the_connector(
     fleet: MakeFleet,
 ) -> None:
     """Peers read each other's blocks by name, or meet in a storage: no metric need say so."""
-    one = engine(told={"connector": connector, "transfer": transfer}, **hashed(1))
-    (finding,) = fleet_checks.hash_seed_differs(fleet(one, second(**hashed(2))))
+    told = {"connector": connector, "transfer": transfer}
+    one, other = engine(told=told, **hashed(1)), second(told=told, **hashed(2))
+    (finding,) = fleet_checks.hash_seed_differs(fleet(one, other))
 
     assert seen in finding.seen
 
@@ -95,7 +99,8 @@ def test_children_without_a_tier_share_nothing(
     children = {"connector": "multi", "transfer": ChildSettings(children={"nixl": None})}
     one = engine(told=children, **hashed(1))
 
-    assert list(fleet_checks.hash_seed_differs(fleet(one, second(**hashed(2))))) == []
+    other = second(told=children, **hashed(2))
+    assert list(fleet_checks.hash_seed_differs(fleet(one, other))) == []
 
 
 def test_old_sha256_is_told_of_its_seed(
@@ -103,7 +108,7 @@ def test_old_sha256_is_told_of_its_seed(
 ) -> None:
     """Up to 0.28 it was random, too."""
     one = engine(**hashed(1, hash_algorithm="sha256", offload="x"))
-    other = second(**hashed(2, hash_algorithm="sha256"))
+    other = second(**hashed(2, hash_algorithm="sha256", offload="x"))
     (finding,) = fleet_checks.hash_seed_differs(fleet(one, other))
 
     assert "sha256 up to vLLM 0.28" in finding.change

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from indexer.config import InstanceSource
 from indexer.core.index import NotOwnerError, RankUpdate
-from indexer.core.types import InstanceId, RankId
+from indexer.core.types import InstanceId, RankId, Trust
 from indexer.redis_index.redis_index import RedisIndex
 from indexer.redis_index.settings import RedisSettings
 from indexer.status import IndexerCollector
@@ -87,6 +87,7 @@ async def test_indexer_that_ends_on_purpose_lets_the_other_go_on_at_once(
         ):
             await late.caught_up(R0, 0)
             waiting = await early.until(R0, lambda now: now.is_standing_by)
+            assert (waiting.trust, waiting.trust_reason) == (Trust.LOAD_ONLY, "standing_by")
             shown = generate_latest(registry).decode().splitlines()
             engine.publish(stored(3, parent=2, first=2))
             await late.caught_up(R0, 1)
