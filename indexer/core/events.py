@@ -22,7 +22,7 @@ Cost: 0.4 µs per block of 16 tokens in a long event, 0.7 µs per event with one
 batch costs about three times that.
 """
 
-from math import isfinite
+from math import inf
 from struct import unpack_from
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -37,6 +37,9 @@ from indexer.core.sent_events import (
     reason_to_reject,
 )
 from indexer.core.types import EngineHash, Tier
+
+_NO_CLOCK_SAYS: Final = 1e20
+"""Nanoseconds up to the year 5138."""
 
 
 class UndecodableBatchError(Exception):
@@ -271,12 +274,15 @@ def _has_arrays(payload: bytes) -> bool:
 
 
 def batch_ts(payload: bytes) -> float | None:
-    """Read a batch's timestamp without decoding it; None if it isn't where vLLM writes it."""
+    """Read a batch's timestamp without decoding it; None if there is none where vLLM writes it.
+
+    What no clock says, in any unit, is -inf, before all time: nothing that follows is older than it.
+    """
     # fixarray of at least two, then a float64.
     if len(payload) < 10 or not 0x92 <= payload[0] <= 0x9F or payload[1] != 0xCB:
         return None
     ts: float = unpack_from(">d", payload, 2)[0]
-    return ts if isfinite(ts) else None
+    return ts if 0 <= ts < _NO_CLOCK_SAYS else -inf  # NaN is neither
 
 
 def _settle(sent: BlockStored | BlockRemoved | AllBlocksCleared) -> Event:

@@ -24,13 +24,15 @@ def payload_digest(payload: bytes) -> int:
 class KnownBatches:
     """Payload by sequence number: whole while it waits, as a digest once it was applied."""
 
-    __slots__ = ("_digests", "_seqs", "_slots", "held", "newest", "newest_payload")
+    __slots__ = ("_digests", "_first", "_seqs", "_slots", "held", "newest", "newest_payload")
 
     def __init__(self, slots: int = 4096) -> None:
         self.held: dict[int, bytes] = {}
         self.newest = -1
         self.newest_payload = b""
         self._slots = slots
+        self._first = 0
+        """Number that was seen first."""
         self._seqs = array("Q", [_EMPTY]) * slots
         self._digests = array("Q", [0]) * slots
 
@@ -61,6 +63,11 @@ class KnownBatches:
         """Something else is known under this number."""
         return self._same(seq, payload) is False
 
+    def lacks(self, seq: int) -> bool:
+        """Nothing came under this number, though an earlier and a later one did."""
+        is_remembered = max(self._first, self.newest - self._slots) < seq < self.newest
+        return is_remembered and self._same(seq, b"") is None
+
     def first_held_or(self, seq: int) -> int:
         """The lowest number held, or `seq` if that is lower."""
         return min(seq, min(self.held, default=seq))
@@ -76,5 +83,7 @@ class KnownBatches:
         return self._digests[slot] == payload_digest(payload)
 
     def _see(self, seq: int, payload: bytes) -> None:
+        if self.newest < 0:
+            self._first = seq
         if seq >= self.newest:
             self.newest, self.newest_payload = seq, payload

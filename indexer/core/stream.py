@@ -10,8 +10,8 @@ Rules:
 2. While a replay runs, or the publisher is doubted (5), live batches wait.
 3. A replay starts at the first number asked for, or the publisher hasn't got it any more: a later
    first answer settles that hole for good. Some numbers an engine consumed and never sent.
-4. A number at or below the newest is a duplicate if its payload is what we had under it, late if
-   it is older than the newest, else the publisher restarted and a new epoch opens.
+4. A number at or below the newest is a duplicate, a late batch, or a restart, which opens a new
+   epoch (`core.fallen_numbers`).
 5. A connection that was lost may hide a restart behind a rising number. Until replay has shown the
    last applied batch again (`_doubt`), nothing more is applied. What came in between is doubted too.
 6. An empty replay from a number known to exist, or another payload under a known number, means
@@ -23,8 +23,9 @@ Rules:
 Cost: O(1) per batch in order, one digest of its payload; held batches are sorted on giving up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from indexer.core.fallen_numbers import Fallen, FallenNumbers
 from indexer.core.known_batches import KnownBatches
 from indexer.core.replay import Purpose, Replay, StreamLimits
 from indexer.core.stream_effects import (
@@ -53,7 +54,7 @@ class RankStream:
         ts_of: Callable[[bytes], float | None],
         limits: StreamLimits,
     ) -> None:
-        """`ts_of` reads a payload's publishing time; None says that it can't be decoded."""
+        """`ts_of` reads a payload's publishing time; None says that it isn't a batch with one."""
         self.trust = RankTrust()
         self._can_replay = can_replay
         self._ts_of = ts_of
@@ -70,9 +71,9 @@ class RankStream:
         """The number to apply next; None: nothing is known of this life."""
         self.trust.on_epoch(by_rebuild=by_rebuild)
         self._known = KnownBatches()
+        self._fallen = FallenNumbers(self._known, self._ts_of)
         self._doubt: str | None = None
         """Why the publisher may be another process by now."""
-        self._late_checked_at: int | None = None
         self._gap: GapOpened | None = None
         self._is_joining = self._is_rebuilding = False
         """A replay from 0 is under way and nothing of it has been lost; it is not the first."""
@@ -194,31 +195,29 @@ class RankStream:
     # Numbers already seen.
 
     def _on_known_number(self, seq: int, payload: bytes) -> list[Effect]:
-        if self._known.is_duplicate(seq, payload):
-            return [Dropped(seq, "duplicate")]
-        ts, newest_ts = self._ts_of(payload), self._ts_of(self._known.newest_payload)
-        if ts is None:
-            return [Dropped(seq, "undecodable")]
-        if newest_ts is None or ts >= newest_ts:
-            return self._restart(seq, payload)
+        fallen = self._fallen.judge(seq, payload)
+        if fallen is Fallen.RESTARTED:
+            return self._restart(self._fallen.told)
+        if fallen is not Fallen.LATE:
+            return [Dropped(seq, fallen.value)]
         if seq >= (self._next or 0) and seq not in self._known.held:
             self._known.hold(seq, payload)  # it was overtaken on the way, and is missing
             return []
-        return [Dropped(seq, "late"), *self._check_life_after_late_batch()]
+        return [Dropped(seq, fallen.value), *self._check_life_after_late_batch()]
 
     def _check_life_after_late_batch(self) -> list[Effect]:
-        # So does a clock set back; one look per number settles it.
-        if self._replay is not None or self._late_checked_at == self._next:
+        # A clock set back looks the same; one look per number settles it.
+        if self._replay is not None or not self._fallen.is_worth_a_look(self._next):
             return []
-        self._late_checked_at = self._next
         self._doubt = self._doubt or "late_batch"
         return self._advance()
 
-    def _restart(self, seq: int, payload: bytes) -> list[Effect]:
+    def _restart(self, told: Mapping[int, bytes]) -> list[Effect]:
         effects = self._abandon_replay()
         self._forget_life()
         self._asks = self._silences = 0
-        self._known.hold(seq, payload)
+        for seq, payload in told.items():
+            self._known.hold(seq, payload)
         return [*effects, OpenEpoch("restarted"), *self._advance()]
 
     # Going forward.
@@ -279,6 +278,7 @@ class RankStream:
         effects: list[Effect] = []
         if self._doubt:
             effects += self._lose(f"{self._doubt}_unverified")
+            self._fallen.on_unproven(is_reconnected=self._doubt == "reconnect" and not self._is_cut)
         self._doubt = None
         for seq in sorted(self._known.held):
             effects += self._skip_to(seq)

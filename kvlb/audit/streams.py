@@ -145,5 +145,6 @@ class _Recorder:
 def _clock_offset_s(messages: Sequence[Message]) -> float:
     """How much to add to the engine's stamps to read them on the recorder's clock."""
     stamps = ((message.arrived_s, batch_ts(message.payload)) for message in messages)
-    travelled = min((arrived - ts for arrived, ts in stamps if ts is not None), default=0.0)
+    told = ((arrived, ts) for arrived, ts in stamps if ts is not None and ts >= 0)
+    travelled = min((arrived - ts for arrived, ts in told), default=0.0)
     return travelled if travelled < 0 or travelled > CLOCK_TOLERANCE_S else 0.0

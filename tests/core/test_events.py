@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,18 @@ def test_damaged_batches_decode_or_raise_one_error(data: st.DataObject) -> None:
         pytest.param(bytes.fromhex(MAP_024), 1.5, id="map"),
         pytest.param(bytes.fromhex(ARRAY_090), 1.5, id="two-elements"),
         pytest.param(msgspec.msgpack.encode([3, []]), None, id="int"),
-        pytest.param(msgspec.msgpack.encode([float("nan"), [], 0]), None, id="nan"),
+        pytest.param(msgspec.msgpack.encode([float("nan"), [], 0]), -inf, id="nan"),
+        pytest.param(msgspec.msgpack.encode([inf, [], 0]), -inf, id="infinite"),
+        pytest.param(msgspec.msgpack.encode([1e20, [], 0]), -inf, id="absurd"),
+        pytest.param(msgspec.msgpack.encode([1.8e18, [], 0]), 1.8e18, id="nanoseconds"),
+        pytest.param(msgspec.msgpack.encode([0.0, [], 0]), 0.0, id="zero"),
+        pytest.param(msgspec.msgpack.encode([-0.5, [], 0]), -inf, id="negative"),
         pytest.param(b"\x93\xcb\x3f", None, id="short"),
         pytest.param(b"\xc0" * 20, None, id="no-array"),
     ],
 )
 def test_time_is_read_without_decoding(payload: bytes, ts: float | None) -> None:
-    """Where vLLM writes it, or not at all."""
+    """Where vLLM writes it, or not at all; what no clock says is before all time."""
     assert batch_ts(payload) == ts
 
 

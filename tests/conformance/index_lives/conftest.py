@@ -6,7 +6,8 @@ the run of held blocks from its start, and in the hybrid rank the last blocks be
 lie in the window group too. A block's engine hash is a hash of the names of its prefix.
 
 `Life` has the network and our stream and tables: batches are lost, doubled, overtaken; replays come
-bit by bit or not at all; engines restart, seen or not.
+bit by bit or not at all; engines restart, seen or not, and their clocks are set back. One has no replay:
+what is lost of it stays lost, until it restarts.
 """
 
 from collections import Counter
@@ -31,8 +32,9 @@ SIZE = 2
 DEPTH = 4
 WINDOW_TOKENS = 2 * SIZE + 1
 """Two blocks before the end of a hit."""
-MODELS = ("tiny", "tiny", "big")
+MODELS = ("tiny", "tiny", "big", "big")
 HYBRID = 1
+WITHOUT_REPLAY = 3
 
 Path = tuple[int, ...]
 """Names of the blocks from the root on: one block and its whole prefix."""
@@ -199,12 +201,16 @@ class Life:
         """The index has heard of this epoch."""
         self.batches: list[bytes] = []
         """Payloads of the engine's present life; all of them can be replayed."""
-        self.stream = _new_stream()
+        self._can_replay = at != WITHOUT_REPLAY
+        self._has_lost = False
+        """Not all of the engine's present life has come, or in order, and it can't be asked for."""
+        self._clock_ahead = 0
+        self.stream = self._new_stream()
         self.is_connected = False
         self._write_to_index = write
         self._shares_tables = shares_tables
         self._contents: dict[bytes, EventBatch] = {}
-        """Of all lives; payloads are the times at which they were published."""
+        """Of all lives; payloads are a number of their own and the time at which they were published."""
         # The network.
         self._delayed: list[tuple[int, bytes]] = []
         self._answers: list[int] = []
@@ -236,7 +242,8 @@ class Life:
 
     def follow_anew(self) -> None:
         """Over new sockets: what was on its way to the old ones is lost."""
-        self.stream, self.is_connected = _new_stream(), False
+        self.stream, self.is_connected = self._new_stream(), False
+        self._has_lost = not self._can_replay and bool(self.batches)
         self._answers.clear()
         self._delayed.clear()
 
@@ -249,7 +256,9 @@ class Life:
             return
         self.blocks = restored
         if self.applied:
+            has_lost = self._has_lost
             self.follow_anew()
+            self._has_lost = has_lost or (self._has_lost and not self.is_settled)
             digest = payload_digest(self.applied[-1])
             self.stream.resume(len(self.applied) - 1, digest, Trust.EXACT)
 
@@ -264,13 +273,15 @@ class Life:
     # What engines and the network do.
 
     def send(self, events: Sequence[Event], fate: str = "sent") -> None:
-        """The engine publishes: its clock and its count of batches only rise."""
+        """The engine publishes: as long as it lives its clock and its count of batches only rise."""
         published = len(self._contents) + 1
-        payload = b"%d" % published
+        payload = b"%d:%d" % (published, published + self._clock_ahead)
         self._contents[payload] = EventBatch(float(published), 0, list(events))
         self.batches.append(payload)
         batch = (len(self.batches) - 1, payload)
         self.connect()
+        if fate in {"overtaken", "lost"} and not self._can_replay:
+            self._has_lost = True
         if fate == "overtaken":
             self._delayed.append(batch)
         elif fate != "lost":
@@ -299,8 +310,10 @@ class Life:
             self._is_silenced = True
             self._perform(self.stream.on_replay_failed(self._ticket))
 
-    def restart(self) -> None:
-        """Empty caches, numbers from 0. What is on its way may still arrive."""
+    def restart(self, clock_ahead: int = 0) -> None:
+        """Empty caches, numbers from 0, another clock. What is on its way may still arrive."""
+        self._clock_ahead = clock_ahead
+        self._has_lost = False
         self.engine.clear()
         self.batches.clear()
         self._answers.clear()
@@ -320,12 +333,12 @@ class Life:
 
         An engine that was restarted and has published nothing need not publish for that.
         """
-        if self.is_connected and not self.batches:
+        if self.is_connected and not self.batches and self._can_replay:
             self._delayed.clear()
             self._answer_all()
         else:
             self.settle_with_a_batch()
-        assert self.is_settled
+        assert self.is_settled or self._has_lost
 
     def settle_with_a_batch(self) -> None:
         """The engine publishes once more, so that what is missing shows."""
@@ -334,7 +347,7 @@ class Life:
         self._delayed.clear()
         self.send(())
         self._answer_all()
-        assert self.is_settled
+        assert self.is_settled or self._has_lost
 
     def _answer_all(self) -> None:
         """And what was given up in silence is asked for anew, as the subscriber does after a while."""
@@ -368,13 +381,12 @@ class Life:
         self._write_to_index(update)
         self.is_known = True
 
-
-def _new_stream() -> RankStream:
-    return RankStream(can_replay=True, ts_of=_time_of, limits=StreamLimits())
+    def _new_stream(self) -> RankStream:
+        return RankStream(can_replay=self._can_replay, ts_of=_time_of, limits=StreamLimits())
 
 
 def _time_of(payload: bytes) -> float | None:
-    return float(payload) if payload else None
+    return float(payload.partition(b":")[2]) if payload else None
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ DEEP = 10_000
 Prompts = Mapping[tuple[str, tuple[int, ...]], Prompt]
 NewLives = Callable[..., list[Any]]
 
-ranks = st.integers(0, 2)
+ranks = st.integers(0, 3)
 paths = st.integers(0, 29)
 """Which of the paths, up to four blocks deep, of two names each."""
 tiers = st.sampled_from((Tier.GPU, Tier.GPU, Tier.GPU, Tier.CPU, Tier.STORAGE))
@@ -50,6 +50,8 @@ removals = st.tuples(st.just("remove"), paths, tiers, picks)
 strangers = st.tuples(st.just("remove_unknown"), paths, tiers, st.integers(0, 1))
 offloads = st.tuples(st.just("offload"), paths, tiers, picks)
 fates = st.sampled_from(("sent", "sent", "sent", "lost", "twice", "overtaken"))
+clocks = st.sampled_from((0, 0, -10, -(10**6), 10**6))
+"""How much later a process says that it is than there were batches."""
 steps = st.lists(stores | stores | removals | strangers | offloads, max_size=8)
 sent = st.lists(st.tuples(steps, fates), min_size=1, max_size=4)
 
@@ -116,10 +118,10 @@ class Fleet(RuleBasedStateMachine):
         """A replay stops without its end."""
         self.lives[at].silence()
 
-    @rule(at=ranks, is_seen=st.booleans())
-    def restart(self, at: int, is_seen: bool) -> None:
+    @rule(at=ranks, is_seen=st.booleans(), clock_ahead=clocks)
+    def restart(self, at: int, is_seen: bool, clock_ahead: int = 0) -> None:
         """Another process at the same address; the connection tells, or breaks unnoticed."""
-        self.lives[at].restart()
+        self.lives[at].restart(clock_ahead)
         if is_seen:
             self.lives[at].connect()
 

@@ -95,7 +95,7 @@ def test_restart_with_a_clock_set_back_is_found_by_replay(live_at: Streams, batc
 
 
 def test_late_batch_without_replay_is_degrading(without_replay: Streams, batch: Payload) -> None:
-    """It can't be told from a restart with a clock set back."""
+    """It can't be told from a restart with a clock set back, not by one batch."""
     stream = without_replay(4)
 
     assert stream.on_live(2, batch(2, ts=1)) == [

@@ -119,6 +119,49 @@ async def test_restart_in_place_forgets_the_dead_cache(
             assert status.epoch > first.epoch
 
 
+async def test_restart_with_a_clock_set_back_forgets_the_dead_cache(
+    publishing: Any, indexing: Any, stored: Event, held: Held, source: Source
+) -> None:
+    """Nobody can be asked, and each of its batches is older than what the dead process sent."""
+    async with publishing() as engine, indexing(source(engine, replay=False)) as (service, index):
+        await engine.subscribed()
+        for number in range(10):
+            engine.publish(stored(number + 1, parent=number or None, first=number))
+        await service.caught_up(R0, 9)
+
+        engine.ts -= 3600
+        await engine.restart()
+        await engine.subscribed()
+        await service.until(R0, lambda now: now.trust_reason == "reconnect_unverified")
+        engine.publish(stored(77))
+        status = await service.until(R0, lambda now: now.last_seq == 0)
+
+        assert await held(index) == 1
+        assert (status.epoch_reason, status.trust) == ("restarted", Trust.EXACT)
+
+
+async def test_restart_behind_a_forwarder_with_a_clock_set_back_is_seen_at_its_third_batch(
+    publishing: Any, indexing: Any, stored: Event, held: Held, source: Source
+) -> None:
+    """No connection of ours is lost, and one late batch would be no reason to forget a life."""
+    async with publishing() as engine, indexing(source(engine, replay=False)) as (service, index):
+        await engine.subscribed()
+        for number in range(10):
+            engine.publish(stored(number + 1, parent=number or None, first=number))
+        await service.caught_up(R0, 9)
+
+        engine.ts -= 3600
+        engine.next_seq = 0
+        for number in range(3):
+            engine.publish(
+                stored(70 + number, parent=69 + number if number else None, first=number)
+            )
+        status = await service.until(R0, lambda now: now.last_seq == 2)
+
+        assert await held(index) == 3
+        assert (status.epoch_reason, status.trust) == ("restarted", Trust.EXACT)
+
+
 async def test_idle_restarted_engine_loses_its_credit_without_a_batch(
     publishing: Any, indexing: Any, stored: Event, held: Held, source: Source
 ) -> None:
