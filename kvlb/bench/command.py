@@ -12,7 +12,7 @@ from rich.console import Console
 from kvlb.bench.markdown import render_markdown
 from kvlb.bench.oracle import OracleJob, OracleResult, search
 from kvlb.bench.plots import render_overview, render_page
-from kvlb.bench.pool import Task
+from kvlb.bench.pool import Task, spread
 from kvlb.bench.progress import watched
 from kvlb.bench.report import (
     Column,
@@ -77,7 +77,7 @@ def bench(options: BenchOptions, console: Console) -> list[Column]:
     """Run all of it, print tables, write files if a folder was named."""
     started_s = time.monotonic()
     places = _places(options)
-    tasks = [*_searches(options, places), *_runs(options, places)]
+    tasks = spread(_searches(options, places), _runs(options, places))
     done = list(watched(tasks, options.processes))
     runs = [(job, result) for job, result in done if isinstance(job, Job)]
     found = sorted(
@@ -132,7 +132,7 @@ def _runs(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
 
 
 def _searches(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
-    """They take longest, so they come first."""
+    """They take longest, so none of them comes last."""
     if not options.oracle_moves or options.one_slow:
         return []
     highest, fewest = max(options.loads) / PER_CENT, min(options.engines)
@@ -145,6 +145,7 @@ def _searches(options: BenchOptions, places: dict[Place, float]) -> list[Task]:
                 policies=options.policies,
                 moves=options.oracle_moves,
             ),
+            "searches",
         )
         for place, speed in places.items()
         if place.load == highest and place.engines == fewest

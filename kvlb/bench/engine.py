@@ -17,16 +17,25 @@ Cost: O(1) per block filled or taken, O(log running) per moment; nothing per tok
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from itertools import count
+from copy import copy
+from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 from indexer.core.index import Change
 from indexer.core.types import BlockKey
 from kvlb.bench.blocks import KeyPool
-from kvlb.bench.clock import VirtualClock
 from simulator.core.settings import EngineSettings
 
 Publish = Callable[[list[Change]], None]
+
+
+class Clock(Protocol):
+    """What an engine needs of `kvlb.bench.clock.VirtualClock`."""
+
+    now_s: float
+
+    def at(self, when_s: float, action: Callable[[], None]) -> None:
+        """Run `action` at `when_s`."""
 
 
 class Job:
@@ -76,11 +85,21 @@ class Job:
         """Step of its next moment, and its order; None: it doesn't decode."""
         self.order = 0
 
+    def copy(self) -> "Job":
+        """Another one in the same state."""
+        twin = copy(self)
+        twin.blocks = self.blocks.copy()
+        return twin
+
+
+_Delivery = tuple[list[Change], list[Job], list[Job]]
+"""Changes of the cache, jobs with a first token, and jobs that ended."""
+
 
 class VirtualEngine:
     """One rank. `clock` drives it; what its cache does goes to `publish`."""
 
-    def __init__(self, settings: EngineSettings, clock: VirtualClock, publish: Publish) -> None:
+    def __init__(self, settings: EngineSettings, clock: Clock, publish: Publish) -> None:
         self._clock = clock
         self._publish = publish
         self._size = settings.block_size
@@ -95,9 +114,14 @@ class VirtualEngine:
         """The last one running, if its prompt isn't computed yet."""
         self._due: list[tuple[int, int, Job]] = []
         self._step = 0
-        self._orders = count()
+        self._orders = 0
         self._is_stepping = False
+        self._delivery: _Delivery | None = None
+        """What the step under way ends with."""
         self._coasts_since_s: float | None = None
+        self._coasts_to = 0
+        """The step before the one that it coasts to."""
+        self._acts_at_s: float | None = None
         self._look = 0
         self._changed = 0
         """Counts what may let a waiting request in."""
@@ -113,19 +137,58 @@ class VirtualEngine:
         if self._is_stepping:
             return
         if self._coasts_since_s is None:
-            self._look_again(self._clock.now_s)
+            self.act_at(self._clock.now_s)
         elif len(self._waiting) == 1:  # else the head is refused, and nobody passes it
             self._stop_coasting(self._coasts_since_s)
 
-    def _look_again(self, when_s: float) -> None:
+    def copy(self, clock: Clock, twin_of: Callable[[Job], Job]) -> "VirtualEngine":
+        """Another one in the same state, which goes on by itself; `twin_of` copies each job once."""
+        twin = copy(self)
+        delivery = self._delivery
+        if delivery is not None:
+            changes, firsts, ended = delivery
+            delivery = (changes, [*map(twin_of, firsts)], [*map(twin_of, ended)])
+        due = [
+            (step, order, twin_of(job))
+            for step, order, job in self._due
+            if job.moment == (step, order)
+        ]
+        heapify(due)
+        vars(twin).update(
+            _clock=clock,
+            _pool=self._pool.copy(),
+            _waiting=deque(map(twin_of, self._waiting)),
+            _running=[*map(twin_of, self._running)],
+            _filling=None if self._filling is None else twin_of(self._filling),
+            _due=due,
+            _delivery=delivery,
+        )
+        if self._acts_at_s is not None:
+            twin.act_at(self._acts_at_s)
+        return twin
+
+    def act_at(self, when_s: float) -> None:
+        """Whatever comes next comes then, and nothing before it."""
+        self._acts_at_s = when_s
         self._look += 1
         number = self._look
 
-        def look() -> None:
+        def act() -> None:
             if number == self._look:
-                self._run_step()
+                self._act()
 
-        self._clock.at(when_s, look)
+        self._clock.at(when_s, act)
+
+    def _act(self) -> None:
+        self._acts_at_s = None
+        if self._delivery is not None:
+            delivery, self._delivery = self._delivery, None
+            self._deliver(*delivery)
+            return
+        if self._coasts_since_s is not None:
+            self._coasts_since_s = None
+            self._step = self._coasts_to
+        self._run_step()
 
     def _stop_coasting(self, since_s: float) -> None:
         """The next step that begins is run again."""
@@ -135,35 +198,27 @@ class VirtualEngine:
             self._step += 1
         self._coasts_since_s = None
         self._is_stepping = True
-        self._look_again(begin_s)
+        self.act_at(begin_s)
 
     def _go_on(self) -> None:
         """Run the next step, or coast until one matters."""
         begin_s = self._clock.now_s
         is_refused = not self._waiting or self._refused == self._changed
         if self._filling is not None or not is_refused:
-            self._look_again(begin_s)
+            self.act_at(begin_s)
             return
         due = self._due
         while due[0][2].moment != due[0][:2]:
             heappop(due)
         steps = due[0][0] - self._step - 1
         if not steps:
-            self._look_again(begin_s)
+            self.act_at(begin_s)
             return
         self._coasts_since_s = begin_s
         for _ in range(steps):  # one by one: a product would round otherwise
             begin_s += self._step_s
-        self._look += 1
-        number, step = self._look, self._step + steps
-
-        def wake() -> None:
-            if number == self._look:
-                self._coasts_since_s = None
-                self._step = step
-                self._run_step()
-
-        self._clock.at(begin_s, wake)
+        self._coasts_to = self._step + steps
+        self.act_at(begin_s)
 
     def _run_step(self) -> None:
         self._step += 1
@@ -184,12 +239,9 @@ class VirtualEngine:
             self._end(job)
         prefill_s = (budget - left) / self._tokens_per_s
         self.prefill_s += prefill_s
-        changes = self._pool.take_changes()
+        self._delivery = (self._pool.take_changes(), firsts, ended)
         self._is_stepping = True
-        self._clock.at(
-            self._clock.now_s + (self._step_s + prefill_s),
-            lambda: self._deliver(changes, firsts, ended),
-        )
+        self.act_at(self._clock.now_s + (self._step_s + prefill_s))
 
     def _decode(self, ended: list[Job]) -> bool:
         """Moments of this step among those that decode; True if somebody had to give way."""
@@ -243,7 +295,7 @@ class VirtualEngine:
         if job.moment is not None:
             job.length += self._step - 1 - job.since
         self._filling = None if job is self._filling else self._filling
-        self._pool.release(reversed(job.blocks))
+        self._pool.release(job.blocks, job.keys[: job.registered])
         job.blocks = []
         job.registered = job.computed = 0
         job.moment = None
@@ -282,7 +334,8 @@ class VirtualEngine:
                 self._refused = self._changed
                 break
             self._waiting.popleft()
-            job.order = next(self._orders)
+            self._orders += 1
+            job.order = self._orders
             self._running.append(job)
             self._compute(job, tokens, computed)
             left -= tokens
@@ -291,10 +344,13 @@ class VirtualEngine:
     def _admit(self, job: Job, budget: int) -> int:
         """Give it blocks; tokens of this step, 0 if there is no room."""
         pool, size = self._pool, self._size
-        hit = pool.run(job.keys[: (job.length - 1) // size])
-        held = len(hit) * size
+        hits = pool.held(job.keys[: (job.length - 1) // size])
+        held = hits * size
         tokens = min(job.length - held, budget)
-        needed = -(-(held + tokens) // size) - len(hit)
+        needed = -(-(held + tokens) // size) - hits
+        if needed > pool.free_blocks:
+            return 0  # as nearly always, before anything is listed
+        hit = pool.run(job.keys[:hits])
         if needed + pool.unused(hit) > pool.free_blocks:
             return 0
         pool.touch(hit)
@@ -321,7 +377,7 @@ class VirtualEngine:
 
     def _end(self, job: Job) -> None:
         self._running.remove(job)
-        self._pool.release(reversed(job.blocks))
+        self._pool.release(job.blocks, job.keys[: job.registered])
         job.blocks = []
         job.moment = None
         self._changed += 1

@@ -4,7 +4,8 @@ Rules:
 
 1. Arrival times are fixed: those of our own policy's run, where calls wait for answers.
 2. A placement is judged by running each engine with the calls it was given. Engines don't know
-   of each other, so a move costs the run of two engines.
+   of each other, so a move costs the run of two engines, each from a checkpoint before the moved
+   call on.
 3. It has to spread work: most loaded over mean at most `WORK_LIMIT`, in uncached tokens. Beyond,
    what is above the limit counts against it.
 4. The search begins at every policy's own placement, spends a tenth of its moves on each, and the
@@ -18,17 +19,15 @@ bound that no placement reaches: one cache for the whole fleet that forgets noth
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from kvlb.bench.calls import Call
-from kvlb.bench.clock import VirtualClock
-from kvlb.bench.engine import Job as EngineJob
-from kvlb.bench.engine import VirtualEngine
 from kvlb.bench.play import Outcome
 from kvlb.bench.run import OURS, Job, Scenario, play
+from kvlb.bench.solo import Arrival, Served, serve
 from kvlb.bench.workloads import WORKLOADS
 from simulator.core.settings import EngineSettings
 
@@ -37,6 +36,9 @@ UNEVEN_PRICE = 2.0
 """Of the mean work: what each part above the limit counts as."""
 FIRST_SHARE = 0.1
 """Of all moves: tried from each policy's placement, before the best one gets the rest."""
+
+CHECKPOINTS = 16
+"""Of each engine's run: so many states are held at a time, of a megabyte where there are many blocks."""
 
 Aim = Literal["cached", "ttft"]
 
@@ -72,20 +74,6 @@ class OracleResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of it, ours."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    at_s: float
-    call: Call
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """One engine's run."""
-
-    uncached_tokens: int
-    ttft_s: float
-
-
 def search(job: OracleJob) -> OracleResult:
     """Look for the best placement."""
     runs = {
@@ -93,7 +81,7 @@ def search(job: OracleJob) -> OracleResult:
         for policy in dict.fromkeys((OURS, *job.policies))
     }
     order = sorted(range(len(runs[OURS])), key=lambda number: runs[OURS][number].arrived_s)
-    arrivals = [_Arrival(runs[OURS][each].arrived_s, runs[OURS][each].call) for each in order]
+    arrivals = [Arrival(runs[OURS][each].arrived_s, runs[OURS][each].call) for each in order]
     engine = WORKLOADS[job.scenario.workload].engine
     chance = random.Random(job.scenario.seed)  # noqa: S311 - a search
     first_moves = round(job.moves * FIRST_SHARE)
@@ -128,7 +116,7 @@ class Search:
 
     def __init__(
         self,
-        arrivals: Sequence[_Arrival],
+        arrivals: Sequence[Arrival],
         engine: EngineSettings,
         engines: int,
         places: Sequence[int],
@@ -142,7 +130,7 @@ class Search:
         self._places = list(places)
         self._chance = chance
         self._aim = aim
-        self._served = [self._serve(number) for number in range(engines)]
+        self._served = [replace(self._serve(number), checkpoints=()) for number in range(engines)]
         self._sessions: dict[str, list[int]] = {}
         self._relatives = _relatives(arrivals)
         for number, each in enumerate(arrivals):
@@ -165,6 +153,9 @@ class Search:
 
     def improve(self, moves: int) -> None:
         """Try so many moves, and keep those that do no harm."""
+        if not moves:
+            return
+        self._served = [self._serve(place) for place in range(self._engines)]  # with checkpoints
         for _ in range(moves):
             numbers, target = self._pick()
             before = [self._places[number] for number in numbers]
@@ -173,13 +164,14 @@ class Search:
                 self._places[number] = target
             served = list(self._served)
             for place in touched:
-                served[place] = self._serve(place)
+                served[place] = self._serve(place, numbers[0])
             worth = self._judge(served)
             if worth >= self.worth:
                 self.worth, self._served = worth, served
                 continue
             for number, place in zip(numbers, before, strict=True):
                 self._places[number] = place
+        self._served = [replace(each, checkpoints=()) for each in self._served]
 
     def _pick(self) -> tuple[list[int], int]:
         """Which calls to move, and where to."""
@@ -199,38 +191,17 @@ class Search:
             later = [each for each in self._sessions[session] if each >= number]
             return [each for each in later if self._places[each] == place], target
 
-    def _serve(self, place: int) -> _Served:
-        """Run one engine with what it was given."""
-        clock = VirtualClock()
-        engine = VirtualEngine(self._engine, clock, lambda _: None)
-        waited_s = 0.0
-        jobs = []
+    def _serve(self, place: int, changed: int = 0) -> Served:
+        """Run one engine with what it was given, all of it as before up to arrival `changed`."""
+        return serve(
+            self._engine,
+            self._arrivals,
+            [number for number, its in enumerate(self._places) if its == place],
+            every=max(1, len(self._arrivals) // CHECKPOINTS),
+            checkpoints=self._served[place].before(changed) if changed else (),
+        )
 
-        def ignore(_: EngineJob) -> None:
-            pass
-
-        def on_first(_: EngineJob) -> None:
-            nonlocal waited_s
-            waited_s += clock.now_s
-
-        for arrival, its in zip(self._arrivals, self._places, strict=True):
-            if its != place:
-                continue
-            call = arrival.call
-            job = EngineJob(
-                keys=call.keys,
-                prompt_tokens=call.prompt.tokens,
-                output_tokens=call.output_tokens,
-                on_first=on_first,
-                on_end=ignore,
-            )
-            waited_s -= arrival.at_s
-            jobs.append(job)
-            clock.at(arrival.at_s, lambda job=job: engine.submit(job))  # type: ignore[misc]
-        clock.run()
-        return _Served(sum(job.prompt_tokens - (job.cached_tokens or 0) for job in jobs), waited_s)
-
-    def _judge(self, served: Sequence[_Served]) -> float:
+    def _judge(self, served: Sequence[Served]) -> float:
         """What a placement is worth, in tokens or seconds; more is better."""
         uncached = sum(each.uncached_tokens for each in served)
         over = max(0.0, _unevenness(served) - WORK_LIMIT) * UNEVEN_PRICE
@@ -239,12 +210,12 @@ class Search:
         return -uncached * (1 + over)
 
 
-def _unevenness(served: Sequence[_Served]) -> float:
+def _unevenness(served: Sequence[Served]) -> float:
     work = [each.uncached_tokens for each in served]
     return max(work) * len(work) / max(1, sum(work))
 
 
-def _relatives(arrivals: Sequence[_Arrival]) -> list[int | None]:
+def _relatives(arrivals: Sequence[Arrival]) -> list[int | None]:
     """For each call the last one before it that has most of its beginning; None: nobody has."""
     last: dict[int, int] = {}
     found: list[int | None] = []

@@ -1,15 +1,18 @@
 """What is seen of long work: a bar where somebody watches, a line now and then where nobody does."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvlb.bench.pool import Task, done_each
 
 LINE_EVERY_S: Final = 30.0
+
+Steps = Iterator[tuple[Task, Any] | None]
 
 
 def watched(
@@ -18,32 +21,71 @@ def watched(
     *,
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
+    line_every_s: float = LINE_EVERY_S,
 ) -> Iterator[tuple[Any, Any]]:
-    """As `done_each`. Progress goes to `console`, stderr if none is given."""
+    """Argument and result of each, as they are done.
+
+    Progress goes to `console`, stderr if none is given; also while nothing ends, if there are
+    several processes.
+    """
     console = console or Console(stderr=True)
-    shown = _with_bar if console.is_terminal else _with_lines
-    yield from shown(done_each(tasks, processes), len(tasks), console, clock)
+    counts = _Counts(tasks)
+    steps = done_each(tasks, processes, tick_s=line_every_s)
+    if console.is_terminal:
+        shown = _with_bar(steps, counts, console)
+    else:
+        shown = _with_lines(steps, counts, console, clock, line_every_s)
+    for step in shown:
+        if step is not None:
+            yield step[0].argument, step[1]
 
 
-def _with_bar(
-    done: Iterator[tuple[Any, Any]], planned: int, console: Console, _: Callable[[], float]
-) -> Iterator[tuple[Any, Any]]:
-    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+class _Counts:
+    """How many of each kind there are, and are done."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.planned = Counter(task.kind for task in tasks)
+        self._done: Counter[str] = Counter()
+
+    def note(self, step: tuple[Task, Any] | None) -> None:
+        """Count what was done, if anything was."""
+        if step is not None:
+            self._done[step[0].kind] += 1
+
+    def __str__(self) -> str:
+        counts = (
+            f"{self._done[kind]} of {planned} {kind}" for kind, planned in self.planned.items()
+        )
+        return ", ".join(counts)
+
+
+def _with_bar(steps: Steps, counts: _Counts, console: Console) -> Steps:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=planned)
-        for each in done:
-            progress.advance(bar)
-            yield each
+        bar = progress.add_task(str(counts), total=counts.planned.total())
+        for step in steps:
+            counts.note(step)
+            progress.update(bar, advance=step is not None, description=str(counts))
+            yield step
 
 
 def _with_lines(
-    done: Iterator[tuple[Any, Any]], planned: int, console: Console, clock: Callable[[], float]
-) -> Iterator[tuple[Any, Any]]:
+    steps: Steps,
+    counts: _Counts,
+    console: Console,
+    clock: Callable[[], float],
+    line_every_s: float,
+) -> Steps:
     began_s = told_s = clock()
-    for count, each in enumerate(done, 1):
+    for step in steps:
+        counts.note(step)
         now_s = clock()
-        if now_s - told_s >= LINE_EVERY_S:
+        if step is None or now_s - told_s >= line_every_s:
             told_s = now_s
-            minutes = (now_s - began_s) / 60
-            console.print(f"{count} of {planned} runs in {minutes:.1f} minutes", highlight=False)
-        yield each
+            console.print(f"{counts} in {(now_s - began_s) / 60:.1f} minutes", highlight=False)
+        yield step

@@ -15,7 +15,8 @@ from kvlb.bench.command import BenchOptions, bench, calibrate
 from kvlb.bench.figures import Figures
 from kvlb.bench.formulas import FORMULAS
 from kvlb.bench.oracle import OracleJob, search
-from kvlb.bench.pool import Task, done_each
+from kvlb.bench.pool import Task
+from kvlb.bench.progress import watched
 from kvlb.bench.run import OURS, POLICIES, Job, Scenario, play, run
 from kvlb.bench.saturation import SATURATION
 from kvlb.bench.workloads import WORKLOADS
@@ -181,7 +182,7 @@ def test_work_is_spread_over_processes() -> None:
     """Results come with what they are of."""
     jobs = [Job(scenario=CHAT, policy=policy) for policy in ("round_robin", "session")]
 
-    found = dict(done_each([Task(run, job) for job in jobs], 2))
+    found = dict(watched([Task(run, job) for job in jobs], 2))
 
     assert set(found) == set(jobs)
     assert all(isinstance(each, Figures) for each in found.values())
