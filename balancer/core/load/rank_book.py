@@ -63,15 +63,6 @@ class BookedLeg(msgspec.Struct, eq=False):
     prediction: Prediction | None = None
     ended: bool = False
 
-    @property
-    def lacked_blocks(self) -> bool:
-        """The engine found less cached, by a block at least, than was believed when it was booked."""
-        work = self.work
-        if self.cached_tokens is None or not work.block_size or work.kind == "decode":
-            return False
-        believed_tokens = work.prompt_tokens - work.uncached_tokens
-        return believed_tokens - self.cached_tokens >= work.block_size
-
 
 class RankBook:
     """Everything counted for one rank."""

@@ -3,9 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-from msgspec.structs import replace
-
 from balancer.core.load.ledger import LegWork
 from balancer.core.load.local_ledger import LocalLedger
 from indexer.core.types import BlockKey, InstanceId, RankId
@@ -65,54 +62,6 @@ def test_a_failed_transfer_predicts_nothing(
 
     assert predicted(ledger) == 0
     assert ledger.load(RANK).requests == 0
-
-
-def test_leg_that_found_less_cached_ends_what_was_computed_before(
-    ledger: LocalLedger, clock: Any, work: Work, predicted: Predicted
-) -> None:
-    """Its own blocks are there now, and those of legs that came after it will be."""
-    ledger.hold(work()).first_token()
-    found = ledger.hold(replace(work(keys=KEYS[:3]), uncached_tokens=900, block_size=16))
-    later = ledger.hold(work(keys=KEYS[:4]))
-    found.first_token()
-    later.first_token()
-    believed = predicted(ledger)
-
-    found.cached(84)
-    found.__exit__(None, None, None)
-
-    assert (believed, predicted(ledger)) == (8, 4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "block_size", "cached"),
-    [
-        pytest.param("whole", 16, 100, id="as-believed"),
-        pytest.param("whole", 16, 85, id="less-than-a-block-short"),
-        pytest.param("whole", 16, None, id="not-told"),
-        pytest.param("whole", 0, 0, id="several-prompts"),
-        pytest.param("decode", 16, 0, id="after-a-transfer"),
-    ],
-)
-def test_leg_that_proves_nothing_ends_no_prediction(
-    ledger: LocalLedger,
-    work: Work,
-    predicted: Predicted,
-    kind: str,
-    block_size: int,
-    cached: int | None,
-) -> None:
-    """Only a block that was promised and not there says that the cache isn't what it was."""
-    ledger.hold(work()).first_token()
-    found = ledger.hold(
-        replace(work(kind, keys=KEYS[:3]), uncached_tokens=900, block_size=block_size)
-    )
-    found.first_token()
-    if cached is not None:
-        found.cached(cached)
-    found.__exit__(None, None, None)
-
-    assert predicted(ledger) == 8
 
 
 def test_predictions_are_bounded(ledger: LocalLedger, work: Work, predicted: Predicted) -> None:
