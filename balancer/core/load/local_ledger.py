@@ -16,7 +16,8 @@ Rules:
    last it is dropped.
 5. A leg enters recent work with its first token, since before that it counts as queued.
 6. `forget` voids predictions and learned rates; legs in flight stay counted until they end. `empty`
-   voids predictions of what was computed by then. Of a rank
+   voids predictions of what was computed by then. So does a leg that found nothing of what it was
+   booked with, of those made before it: its cache was emptied, and no event has told so yet. Of a rank
    outside the fleet (`retain`) nothing is left when its last leg has ended: a peer may book one there,
    and a leg may end there, long after it has left.
 7. Blocks of a prompt are in use from its booking to its end: a rank keeps room for what was
@@ -318,8 +319,7 @@ class LocalLedger:
         book, work, tokens = leg.book, leg.work, leg.output_tokens
         book.decoding -= 1
         book.first_s_sum -= leg.first_s or 0.0
-        if work.remembered_s:
-            self._remember(leg)
+        self._correct(leg)
         if tokens is None or work.kind == "prefill":
             return
         self._learned.on_output(tokens)
@@ -337,6 +337,13 @@ class LocalLedger:
                 tokens=tokens,
                 others=(leg.others + book.decoding) / 2,
             )
+
+    def _correct(self, leg: BookedLeg) -> None:
+        """What was expected of the rank's cache, by what the leg found in it."""
+        if leg.work.remembered_s:
+            self._remember(leg)
+        elif leg.found_nothing and leg.prediction is not None:
+            leg.book.predictions.end_computed(before=leg.prediction)
 
     def _remember(self, leg: BookedLeg) -> None:
         """The blocks of a rank without events: what the leg showed to be wrong, then its own."""

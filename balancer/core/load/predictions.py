@@ -102,9 +102,13 @@ class RankPredictions:
         for end in prediction.ends:
             self._covered.drop(end)
 
-    def end_computed(self) -> None:
-        """Stop counting those whose expiry is set: what they cover was computed, and is gone."""
-        for _, number in tuple(self._expiries):
+    def end_computed(self, before: Prediction | None = None) -> None:
+        """Stop counting those whose expiry is set: what they cover was computed, and is gone.
+
+        `before`: only those that are older than this one.
+        """
+        newest = inf if before is None else before.number
+        for number in [number for _, number in self._expiries if number < newest]:
             self._drop(number)
 
     def purge(self, now_s: float) -> None:

@@ -63,6 +63,15 @@ class BookedLeg(msgspec.Struct, eq=False):
     prediction: Prediction | None = None
     ended: bool = False
 
+    @property
+    def found_nothing(self) -> bool:
+        """The engine had not one block of what it was believed to have when this was booked."""
+        work, cached_tokens = self.work, self.cached_tokens
+        if cached_tokens is None or not work.block_size or work.kind == "decode":
+            return False
+        believed_tokens = work.prompt_tokens - work.uncached_tokens
+        return cached_tokens < work.block_size <= believed_tokens
+
 
 class RankBook:
     """Everything counted for one rank."""

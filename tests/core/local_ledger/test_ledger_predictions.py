@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from msgspec.structs import replace
+
 from balancer.core.load.ledger import LegWork
 from balancer.core.load.local_ledger import LocalLedger
 from indexer.core.types import BlockKey, InstanceId, RankId
@@ -62,6 +65,54 @@ def test_a_failed_transfer_predicts_nothing(
 
     assert predicted(ledger) == 0
     assert ledger.load(RANK).requests == 0
+
+
+def test_leg_that_found_nothing_ends_what_was_computed_before(
+    ledger: LocalLedger, work: Work, predicted: Predicted
+) -> None:
+    """Its own blocks are there now, and those of legs that came after it will be."""
+    ledger.hold(work()).first_token()
+    found = ledger.hold(replace(work(keys=KEYS[:3]), uncached_tokens=900, block_size=16))
+    later = ledger.hold(work(keys=KEYS[:4]))
+    found.first_token()
+    later.first_token()
+    believed = predicted(ledger)
+
+    found.cached(15)
+    found.__exit__(None, None, None)
+
+    assert (believed, predicted(ledger)) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_size", "uncached", "cached"),
+    [
+        pytest.param("whole", 16, 900, 16, id="something-was-there"),
+        pytest.param("whole", 16, 985, 0, id="nothing-was-believed"),
+        pytest.param("whole", 16, 900, None, id="not-told"),
+        pytest.param("whole", 0, 900, 0, id="several-prompts"),
+        pytest.param("decode", 16, 900, 0, id="after-a-transfer"),
+    ],
+)
+def test_leg_that_proves_nothing_ends_no_prediction(
+    ledger: LocalLedger,
+    work: Work,
+    predicted: Predicted,
+    kind: str,
+    block_size: int,
+    uncached: int,
+    cached: int | None,
+) -> None:
+    """Of a cache that is short of room the ends go first: that says nothing of other prompts."""
+    ledger.hold(work()).first_token()
+    leg = replace(work(kind, keys=KEYS[:3]), uncached_tokens=uncached, block_size=block_size)
+    found = ledger.hold(leg)
+    found.first_token()
+    if cached is not None:
+        found.cached(cached)
+    found.__exit__(None, None, None)
+
+    assert predicted(ledger) == 8
 
 
 def test_predictions_are_bounded(ledger: LocalLedger, work: Work, predicted: Predicted) -> None:
