@@ -15,11 +15,19 @@ from indexer.rank_writer import RankWriter
 class RankDoubts:
     """One per judge. It knows nothing until a leg has found a block missing."""
 
-    def __init__(self, writer: RankWriter, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        writer: RankWriter,
+        *,
+        clock: Callable[[], float],
+        is_being_told: Callable[[], bool],
+    ) -> None:
+        """`is_being_told`: a replay is under way."""
         self.is_due = False
         """Something was found since doubts were worked out."""
         self._writer = writer
         self._clock = clock
+        self._is_being_told = is_being_told
         self._doubts: Doubts | None = None
         self._group: FullGroup | None = None
         """Whose blocks they are about."""
@@ -39,11 +47,16 @@ class RankDoubts:
         self._find(group, self._doubts, key, missing=True)
 
     def present(self, keys: Iterable[BlockKey]) -> None:
-        """The engine had these."""
+        """The engine had these. One that was stored since says nothing of what was there before."""
         group, doubts = self._look(), self._doubts
         if group is None or doubts is None:
             return
-        for key in keys:
+        named = {key: group.held.name_of(key) for key in keys}
+        marks = {mark(name, group.spec.group, 0) for name in named.values() if name is not None}
+        stored = self._writer.recent.stored_since(doubts.since_s, marks)
+        for key, name in named.items():
+            if name is None or stored[mark(name, group.spec.group, 0)]:
+                continue
             self._find(group, doubts, key, missing=False)
             if group.held.is_doubted(key):
                 self._proved.append(key)
@@ -53,18 +66,22 @@ class RankDoubts:
         if not self._ranges:
             self._doubts = None
 
-    async def apply(self) -> None:
-        """Doubt what there is to be doubted by now, and nothing else."""
+    async def apply(self) -> bool:
+        """Doubt what there is to be doubted by now, and nothing else. Whether more is doubted than before."""
         group, doubts = self._look(), self._doubts
         if group is not None and group.held.extended:
             self.present(group.held.extended)
             group.held.extended.clear()
+        if group is not None and doubts is not None and self._is_told_anew:
+            if self._is_being_told():
+                return False
+            doubts = self._take_up(group, doubts)
         if not self.is_due or group is None or doubts is None:
-            return
+            return False
         self.is_due = False
         if not self._writer.recent.reaches(doubts.since_s):
             self._doubts, self._ranges = None, ()  # which of them were stored since isn't known
-            return
+            return False
         before, self._ranges = self._ranges, doubts.ranges()
         for places in without(before, self._ranges):
             await self._change(doubts.order[places.start : places.stop], group, self._believe)
@@ -72,6 +89,7 @@ class RankDoubts:
             await self._change(doubts.order[places.start : places.stop], group, self._doubt)
         proved, self._proved = self._proved, []
         await self._amend(group, lambda: sum(map(group.held.believe_in, proved)))
+        return any(without(self._ranges, before))
 
     def _look(self) -> FullGroup | None:
         """The group that matches are made of. A life told anew is taken up where the last one was."""
@@ -88,12 +106,18 @@ class RankDoubts:
 
     def _find(self, group: FullGroup, doubts: Doubts, key: BlockKey, *, missing: bool) -> None:
         if self._is_told_anew:
-            doubts = doubts.told_anew(group.held.stored_order(), self._clock())
-            self._doubts, self._is_told_anew = doubts, False
+            doubts = self._take_up(group, doubts)
         engine_hash = group.held.name_of(key)
         if engine_hash is not None:
             doubts.found(engine_hash, missing=missing)
             self.is_due = True
+
+    def _take_up(self, group: FullGroup, doubts: Doubts) -> Doubts:
+        """What was found of the life that was told again: it may have told of the same ghosts."""
+        held = group.held
+        self._doubts = doubts.told_anew(held.stored_order(), self._clock(), held.has_copies)
+        self._is_told_anew, self.is_due = False, True
+        return self._doubts
 
     async def _change(
         self,

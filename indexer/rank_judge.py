@@ -46,7 +46,11 @@ class RankJudge:
         self._throttle = Throttle(config.log_interval_s)
         self._witness = RankWitness(writer.blocks.epoch, config.silent_after_s)
         self._rewrites = RebuildSchedule(_REWRITE_S)
-        self._doubts = RankDoubts(writer, clock)
+        self._doubts = RankDoubts(
+            writer,
+            clock=clock,
+            is_being_told=lambda: subscriber.stream.replaying is not None,
+        )
 
     def hear(self, report: Report) -> Iterable[Evidence]:
         """Take in one report; what it proves at once is for `tell`."""
@@ -79,7 +83,7 @@ class RankJudge:
 
     async def tick(self) -> None:
         """Weigh what is due."""
-        await self._doubts.apply()
+        await self._apply_doubts()
         if not self._witness.is_waiting:
             return
         while (due := self._present_witness().take_due(self._clock())) is not None:
@@ -90,6 +94,10 @@ class RankJudge:
         if witness.overflown:
             self._counts.contradictions["overflown"] += witness.overflown
             witness.overflown = 0
+
+    async def _apply_doubts(self) -> None:
+        if await self._doubts.apply():
+            await self.tell([Evidence.DOUBTED])
 
     def _present_witness(self) -> RankWitness:
         epoch = self._writer.blocks.epoch
@@ -111,7 +119,7 @@ class RankJudge:
                 break
             await asyncio.sleep(0)
             weighed = await self._prune_some(due)
-        await self._doubts.apply()
+        await self._apply_doubts()
         await self.tell(witness.judge(weighed.cause))
 
     async def _prune_some(self, due: Pending) -> Weighed:

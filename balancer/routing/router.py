@@ -24,6 +24,7 @@ from balancer.core.prompt.limits import find_model_tokens
 from balancer.core.reliability.vetting import NoVetting, Vetting
 from balancer.core.request import GenerateRequest, PromptView
 from balancer.core.routing.candidates import (
+    NOT_INDEXED,
     CandidateSource,
     PromptMatches,
     find_pool,
@@ -128,7 +129,9 @@ class Router:
 
     def belief(self, rank: RankId) -> tuple[Trust, str | None]:
         """The same, and why it isn't exact where somebody said."""
-        return self.trust(rank), self.lookups.reason or self._ranks.reasons.get(rank)
+        trust, reason = self.trust(rank), self.lookups.reason or self._ranks.reasons.get(rank)
+        is_known = trust in {Trust.EXACT, Trust.DEGRADED}
+        return trust, reason if reason or is_known else NOT_INDEXED
 
     def set_settings(self, settings: RoutingSettings, pd: PdSettings, policy: Policy) -> None:
         """Decide by these from the next request on."""

@@ -12,13 +12,15 @@ Rules:
 3. Where each new one lies right beyond what was doubted, as in traffic that comes back in the order in
    which it was stored, they don't say how far it goes on: it is doubted four times as far with each of them after the third.
 4. Towards a mark that says present it is doubted halfway at most.
-5. Only the newest `MOST_MARKS` of each kind count.
+5. If `ENOUGH` present ones lie between missing ones, a third as many as those or more, then the missing
+   ones were not lost together, and nothing is doubted.
+6. Only the newest `MOST_MARKS` of each kind count.
 
 Cost: a step per mark; finding a mark's place reads the order, in C.
 """
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 
 from indexer.core.types import EngineHash
@@ -53,10 +55,19 @@ class Doubts:
             gone = marks.pop(0)
             self._places = [each for each in self._places if self.order[each[0]] != gone]
 
-    def told_anew(self, order: Sequence[EngineHash], since_s: float) -> "Doubts":
-        """The same marks, where those blocks are in another order; some may be there no more."""
+    def told_anew(
+        self,
+        order: Sequence[EngineHash],
+        since_s: float,
+        has_copies: Callable[[EngineHash], bool],
+    ) -> "Doubts":
+        """The same marks, where those blocks were told again, in another order.
+
+        A missing one counts if it `has_copies`, more than one: it was told of before it was computed
+        anew, and with it all that was lost with it. Else the tables alone had been wrong.
+        """
         anew = Doubts(order, since_s)
-        for engine_hash in self._missing:
+        for engine_hash in filter(has_copies, self._missing):
             anew.found(engine_hash, missing=True)
         for engine_hash in self._present:
             anew.found(engine_hash, missing=False)
@@ -65,7 +76,7 @@ class Doubts:
     def ranges(self) -> list[range]:
         """Places of what is to be doubted, in order and apart; marks among them."""
         missing = self._places_missing()
-        if len(missing) < ENOUGH:
+        if len(missing) < ENOUGH or self._are_scattered(missing):
             return []
         apart = _apart(missing)
         below, above = self._reach(apart, self._falling), self._reach(apart, self._rising)
@@ -79,6 +90,11 @@ class Doubts:
                 first = found.pop().start
             found.append(range(first, end))
         return found
+
+    def _are_scattered(self, missing: Sequence[int]) -> bool:
+        places = (place for place, is_missing in self._places if not is_missing)
+        between = sum(missing[0] < place < missing[-1] for place in places)
+        return between >= max(ENOUGH, len(missing) / 3)
 
     def _reach(self, apart: float, in_row: int) -> int:
         return int(min(len(self.order), apart * GROWTH ** max(0, in_row - ENOUGH)))

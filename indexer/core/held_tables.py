@@ -218,6 +218,10 @@ class HeldTables:
         """Hashes on the fastest tier, those that have been there longest first."""
         return list(self._held[0])
 
+    def has_copies(self, engine_hash: EngineHash) -> bool:
+        """Whether the fastest tier has more than one of a hash."""
+        return engine_hash in self._surplus[0]
+
     def name_of(self, key: BlockKey) -> EngineHash | None:
         """The hash by which most ranks call a block; None: nobody knows it."""
         node = self._nodes.get(key)

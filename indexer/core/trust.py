@@ -18,8 +18,8 @@ Rules:
    a clear. From orphans: none are left. From contradictions: a complete replay, a clear, or legs that
    agree. From a repair that is overdue: it has ended; what it couldn't bring is a loss from then on.
 3. A replay is worth asking for after a loss; for orphans until one complete replay has brought no
-   parent: then the engine never announced it, or has dropped it since; for contradictions until one
-   complete replay has not ended them. Once the bound was hit both may be because of it.
+   parent: then the engine never announced it, or has dropped it since; for contradictions, but for
+   doubts, until one complete replay has not ended them. Once the bound was hit both may be because of it.
 4. A new epoch forgets what stood against the old one, silently: until it has been joined the last
    word stays, and only the join says otherwise, unless it is overdue: exact is not said of a life
    that is hardly known. A rebuild is of the same engine: what it told before
@@ -31,11 +31,14 @@ Rules:
 Cost: constant.
 """
 
-from typing import assert_never
+from typing import Final, assert_never
 
 from indexer.core.stream_effects import BatchOutcome, Effect, TrustChanged
 from indexer.core.types import Trust
 from indexer.core.witness import Evidence
+
+_DOUBTED: Final = Evidence.DOUBTED.value
+"""What makes blocks doubtful is known already: being told again would say the same."""
 
 
 class RankTrust:
@@ -79,7 +82,7 @@ class RankTrust:
     @property
     def is_healed_by_replay(self) -> bool:
         """What was refused once would be refused again; anything else is worth a replay."""
-        is_untold = self._orphans > 0 or self._contradiction is not None
+        is_untold = self._orphans > 0 or self._contradiction not in {None, _DOUBTED}
         is_hopeless = self._is_replay_tried or self._bound_hit_at is not None
         if self._is_interleaved:
             return False  # it would be told one publisher's life
@@ -159,7 +162,10 @@ class RankTrust:
             case Evidence.SILENT:
                 self._is_silent = True
             case Evidence.UNSEEN_BLOCKS | Evidence.MISPREDICTED:
-                self._contradiction = self._contradiction or evidence.value
+                if self._contradiction in {None, _DOUBTED}:
+                    self._contradiction = evidence.value
+            case Evidence.DOUBTED:
+                self._contradiction = self._contradiction or _DOUBTED
             case Evidence.AGREED:
                 if self._contradiction is not None:
                     self._contradiction = None

@@ -47,6 +47,8 @@ class Evidence(StrEnum):
     """The engine computes, and publishes nothing."""
     INDEX_DIFFERS = "index_differs"
     """The index gives what the tables have not: it was changed by somebody else, or by a fault."""
+    DOUBTED = "doubted"
+    """Blocks that legs found missing make others doubtful (`core.doubts`): what is promised is less sure."""
     AGREED = "agreed"
     CONTRADICTED = "contradicted"
     """One leg was, while its rank's batches were missing: nothing by itself."""

@@ -355,7 +355,7 @@ def test_failed_lookup_is_never_exact(
 
 
 def test_what_lowered_trust_is_told_of_the_rank_it_is_of(ledger: LocalLedger) -> None:
-    """A rank nobody keeps up has a reason, its neighbour none."""
+    """A rank nobody keeps up has a reason, and one that the index is without; an exact one has none."""
     silent = PrefixMatch(
         tokens_by_tier={}, block_size=16, trust=Trust.DEGRADED, epoch=1, reason="indexer_silent"
     )
@@ -367,5 +367,5 @@ def test_what_lowered_trust_is_told_of_the_rank_it_is_of(ledger: LocalLedger) ->
 
     found = [matches.candidate(rank(each), instance(each), ledger) for each in "abc"]
 
-    assert [each.trust_reason for each in found] == ["indexer_silent", None, None]
+    assert [each.trust_reason for each in found] == ["indexer_silent", None, "not_indexed"]
     assert [matches.is_confirmed(each) for each in found] == [True, True, False]

@@ -75,11 +75,25 @@ def test_marks_are_kept_where_blocks_are_told_anew() -> None:
     """In another order; those that are there no more mark nothing."""
     found = doubts(100, 300, 200, 999, present=(800,))
 
-    anew = found.told_anew(list(reversed(ORDER[:900])), 5.0)
+    anew = found.told_anew(list(reversed(ORDER[:900])), 5.0, lambda _: True)
 
     assert anew.since_s == 5.0
     assert anew.ranges() == doubts(799, 599, 699, present=(99,)).ranges()
     assert anew.ranges()
+    assert found.told_anew(ORDER, 5.0, lambda _: False).ranges() == []
+
+
+@pytest.mark.parametrize(
+    ("present", "is_doubted"),
+    [((150, 350), True), ((150, 350, 450), False), ((50, 150, 350, 800), True)],
+)
+def test_missing_blocks_between_present_ones_were_not_lost_together(
+    present: tuple[int, ...], is_doubted: bool
+) -> None:
+    """Single ghosts among true blocks; those beside all of them say nothing of it."""
+    found = doubts(100, 500, 200, 300, 400, present=present)
+
+    assert bool(found.ranges()) is is_doubted
 
 
 @pytest.mark.parametrize("seed", range(5))

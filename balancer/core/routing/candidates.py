@@ -43,6 +43,8 @@ BYTES_PER_TOKEN = 4
 REFUSED_TOKENS = 1
 """Of an answer with a limit that engines refuse."""
 _EVENTS_TELL: Final = frozenset({Trust.EXACT, Trust.DEGRADED})
+NOT_INDEXED = "not_indexed"
+"""Why nothing is known of a rank that the index is without: no events, not yet, or no more."""
 MAX_GUESSED_TOKENS = 8192
 """A body of images or audio says little about its tokens."""
 
@@ -116,6 +118,7 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 held_tokens = max(held_tokens, coming_tokens)
             predicted_tokens += held_tokens
         if trust is silent:
+            reason = reason or self._why_silent(rank)
             is_predicted = self.unanswered is not None and predicted_tokens > 0
             if is_predicted or ledger.has_guesses(rank):
                 trust = Trust.APPROXIMATE
@@ -131,6 +134,13 @@ class PromptMatches(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             block_size=known_size,
             used_blocks=used_blocks,
         )
+
+    def _why_silent(self, rank: RankId) -> str | None:
+        """Why the index promises nothing of a rank."""
+        if not self.by_rank:
+            return None
+        match = self.by_rank[0].get(rank)
+        return NOT_INDEXED if match is None else match.reason
 
     def _loading_tokens(self, by_tier: Mapping[Tier, int]) -> float:
         weights, loading_tokens = self.tier_weights, 0.0

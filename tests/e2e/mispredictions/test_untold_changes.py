@@ -193,5 +193,35 @@ async def test_untold_reset_of_many_prompts_is_found_out_by_a_few(
         assert await true_blocks(kvlb) >= 900
 
 
+async def test_untold_reset_is_found_out_though_requests_come_at_once(
+    composed: Composed, tokens: MakeTokens
+) -> None:
+    """The ring tells all of it again while they are under way: what was found before is taken up."""
+    ghosts = [tokens(1000 + number, 20) for number in range(60)]
+    async with composed("1") as kvlb:
+        engine = kvlb.engines[0]
+        for each in ghosts:
+            await kvlb.ask(each, url=engine.url)
+        await kvlb.until(lambda: kvlb.holds(ghosts[-1], "m0"))
+        engine.set_event_faults(EventFaults(hides_clears=True))
+        await kvlb.http.post(f"{engine.url}/reset_prefix_cache")
+        await kvlb.fill_truly()
+        random.Random(3).shuffle(ghosts)  # noqa: S311 - the same each time
+
+        for each in ghosts[:MOST_REQUESTS]:
+            await kvlb.ask(each)
+
+        async def are_doubted() -> object:
+            credited = [await kvlb.overlap(each) for each in ghosts[MOST_REQUESTS:]]
+            return sum(map(bool, credited)) <= len(credited) // 2
+
+        await kvlb.until(are_doubted)
+        await kvlb.until(lambda: kvlb.has_trust("degraded"))
+        for each in ghosts[MOST_REQUESTS : 2 * MOST_REQUESTS]:
+            await kvlb.ask(each)
+        left = [await kvlb.overlap(each) for each in ghosts[2 * MOST_REQUESTS :]]
+        assert sum(map(bool, left)) <= len(left) // 10
+
+
 async def true_blocks(kvlb: Any) -> int:
     return sum([await kvlb.overlap(each) for each in kvlb.true_prompts])

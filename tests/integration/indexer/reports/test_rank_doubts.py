@@ -51,7 +51,10 @@ class Rank:
         )
         source = RankSource(rank=R0, alias="e0", model="tiny", events="", replay=None)
         self.writer = RankWriter(source, means=means, counts=RankCounts())
-        self.doubts = RankDoubts(self.writer, lambda: self.now_s)
+        self.is_replaying = False
+        self.doubts = RankDoubts(
+            self.writer, clock=lambda: self.now_s, is_being_told=lambda: self.is_replaying
+        )
         self._seq = 0
 
     async def tell(self, *events: object) -> None:
@@ -66,11 +69,11 @@ class Rank:
             hashes = [100 * number + at for at in range(1, BLOCKS + 1)]
             await self.tell(["BlockStored", hashes, None, tokens(number), SIZE, None])
 
-    async def lacks(self, *numbers: int) -> None:
-        """A leg found each of these gone."""
+    async def lacks(self, *numbers: int) -> bool:
+        """A leg found each of these gone; whether more is doubted now."""
         for number in numbers:
             self.doubts.missing(root_of(number))
-        await self.doubts.apply()
+        return await self.doubts.apply()
 
     async def has(self, *numbers: int) -> None:
         """And these there, up to the third block."""
@@ -94,10 +97,12 @@ async def rank() -> AsyncIterator[Rank]:
 
 async def test_three_legs_take_what_lies_between_and_beside(rank: Rank) -> None:
     """Newer ones keep their credit."""
-    await rank.lacks(0, 2)
+    news = [await rank.lacks(0, 2)]
     few = await rank.held()
-    await rank.lacks(1)
+    news.append(await rank.lacks(1))
+    news.append(await rank.doubts.apply())
 
+    assert news == [False, True, False]
     assert few == [5] * 10
     assert await rank.held() == [0, 0, 0, 0] + [5] * 6
     assert rank.writer.blocks.doubted_blocks == 16
@@ -158,16 +163,50 @@ async def test_cleared_rank_has_nothing_to_doubt(rank: Rank) -> None:
 
 
 async def test_life_told_anew_is_doubted_by_what_was_found_before(rank: Rank) -> None:
-    """The ring told of ghosts again; one more that is found out brings the others back to mind."""
+    """The ring told of the ghosts again, and of what was computed in their place: as soon as it is through."""
+    await rank.lacks(0, 3, 1)
+    await rank.writer.open_epoch("rebuilt")
+    rank.is_replaying = True
+    await rank.lacks(8)
+    await rank.store(*range(10), 0, 3, 1)
+    assert not await rank.doubts.apply()
+    assert await rank.held() == [5] * 10
+    rank.is_replaying = False
+
+    assert await rank.doubts.apply()
+
+    assert await rank.held() == [5, 5, 0, 5, 0, 5, 5, 5, 5, 5]
+
+
+async def test_one_that_is_missing_brings_older_ones_to_mind_while_a_life_is_told(
+    rank: Rank,
+) -> None:
+    """A leg may be judged before the ring is through."""
     await rank.lacks(0, 2, 1)
     await rank.writer.open_epoch("rebuilt")
-    await rank.lacks(8)
-    await rank.store(*range(10))
-    believed = await rank.held()
+    await rank.store(*range(10), 0, 2, 1)
     await rank.lacks(4)
 
-    assert believed == [5] * 10
-    assert (await rank.held())[:5] == [0] * 5
+    assert (await rank.held())[:5] == [5, 5, 5, 0, 0]
+
+
+async def test_tables_that_alone_were_wrong_are_right_when_told_anew(rank: Rank) -> None:
+    """The ring tells of each block once: as it was computed when the ghost was found out."""
+    await rank.lacks(0, 2, 1)
+    await rank.writer.open_epoch("rebuilt")
+    await rank.store(*range(3, 10), 0, 2, 1)
+    await rank.doubts.apply()
+
+    assert await rank.held() == [5] * 10
+
+
+async def test_block_that_was_computed_anew_says_nothing_of_its_neighbours(rank: Rank) -> None:
+    """The next turn of who found it missing finds it there."""
+    await rank.lacks(0, 4, 2)
+    await rank.store(2)
+    await rank.has(2)
+
+    assert (await rank.held())[:5] == [0, 0, 5, 0, 0]
 
 
 async def test_new_life_is_doubted_by_nothing(rank: Rank) -> None:
@@ -198,9 +237,9 @@ async def test_legs_that_agree_end_what_was_found_before(rank: Rank) -> None:
 
 async def test_block_that_nobody_knows_marks_nothing(rank: Rank) -> None:
     """It left since; where nothing was heard of yet there is nothing to find it in."""
-    RankDoubts(Rank().writer, lambda: 0.0).missing(BlockKey(7))
-    rank.doubts.missing(BlockKey(7))
+    Rank().doubts.missing(BlockKey(7))
     await rank.has(3)
+    rank.doubts.missing(BlockKey(7))
     await rank.lacks(0, 2)
 
     assert not rank.doubts.is_due
