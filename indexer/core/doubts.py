@@ -8,9 +8,12 @@ Rules:
 
 1. `ENOUGH` missing ones raise a doubt. Fewer may have been evicted each for itself.
 2. What lies between two neighbouring marks is doubted if both say missing. Beside them it is doubted
-   as far as the missing ones lie apart: found in any order, few can lie beyond.
+   a quarter as far as the missing ones lie apart: found in any order, few lie beyond. (Of 100 prompts of
+   ten blocks, half of them gone, 20 asked for at random: 3 in 80 ghosts are left, and 5 in 100 true ones
+   doubted; as far as they lie apart, 1 and 19; nothing beside, 8 and 1.)
 3. Where each new one lies right beyond what was doubted, as in traffic that comes back in the order in
-   which it was stored, they don't say how far it goes on: it is doubted four times as far with each of them after the third.
+   which it was stored, they don't say how far it goes on: from the third on it is doubted as far as they
+   lie apart, and four times as far with each further one.
 4. Towards a mark that says present it is doubted halfway at most.
 5. If `ENOUGH` present ones lie between missing ones, a third as many as those or more, then the missing
    ones were not lost together, and nothing is doubted.
@@ -26,7 +29,7 @@ from math import inf
 from indexer.core.types import EngineHash
 
 ENOUGH = 3
-GROWTH = 4.0
+BESIDE, GROWTH = 0.25, 4.0
 MOST_MARKS = 64
 
 
@@ -97,7 +100,8 @@ class Doubts:
         return between >= max(ENOUGH, len(missing) / 3)
 
     def _reach(self, apart: float, in_row: int) -> int:
-        return int(min(len(self.order), apart * GROWTH ** max(0, in_row - ENOUGH)))
+        further = GROWTH ** (in_row - ENOUGH) if in_row >= ENOUGH else BESIDE
+        return int(min(len(self.order), apart * further))
 
     def _room(self, number: int, step: int, reach: int) -> int:
         """How far a doubt goes from one mark towards the next one."""

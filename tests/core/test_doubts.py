@@ -32,20 +32,20 @@ def test_few_missing_blocks_raise_no_doubt(missing: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("missing", "present", "doubted"),
     [
-        pytest.param((300, 100, 200), (), [range(300 + 101)], id="between-and-as-far-beside"),
-        pytest.param((100, 120, 140), (), [range(80, 161)], id="three-in-order"),
-        pytest.param((100, 120, 140, 170), (), [range(77, 264)], id="next-right-above"),
-        pytest.param((100, 120, 140, 170, 270), (), [range(58, 951)], id="and-next"),
-        pytest.param((100, 120, 140, 170, 270, 130), (), [range(66, 815)], id="and-one-between"),
-        pytest.param((100, 120, 140, 280), (), [range(40, 341)], id="far-above"),
-        pytest.param((900, 880, 860, 830), (), [range(737, 924)], id="right-below"),
-        pytest.param((100, 120, 140, 170, 60), (), [range(33, 198)], id="below-then"),
+        pytest.param((300, 100, 200), (), [range(75, 326)], id="between-and-a-quarter-beside"),
+        pytest.param((100, 120, 140), (), [range(95, 161)], id="three-in-order"),
+        pytest.param((100, 120, 140, 170), (), [range(95, 264)], id="next-right-above"),
+        pytest.param((100, 120, 140, 170, 270), (), [range(90, 951)], id="and-next"),
+        pytest.param((100, 120, 140, 170, 270, 130), (), [range(92, 815)], id="and-one-between"),
+        pytest.param((100, 120, 140, 280), (), [range(85, 296)], id="far-above"),
+        pytest.param((900, 880, 860, 830), (), [range(737, 906)], id="right-below"),
+        pytest.param((100, 120, 140, 170, 60), (), [range(54, 177)], id="below-then"),
         pytest.param((10, 990, 500), (), [range(1000)], id="no-farther-than-there-are-blocks"),
-        pytest.param((100, 300, 200), (250,), [range(226), range(275, 401)], id="halfway"),
-        pytest.param((100, 300, 200), (320,), [range(311)], id="halfway-above"),
-        pytest.param((100, 300, 200), (900,), [range(401)], id="present-far-away"),
+        pytest.param((100, 300, 200), (220,), [range(75, 211), range(275, 326)], id="halfway"),
+        pytest.param((100, 300, 200), (320,), [range(75, 311)], id="halfway-above"),
+        pytest.param((100, 300, 200), (900,), [range(75, 326)], id="present-far-away"),
         pytest.param((100, 300, 200), (200,), [], id="present-after-all"),
-        pytest.param((100, 300, 200), (5000,), [range(401)], id="present-and-new"),
+        pytest.param((100, 300, 200), (5000,), [range(75, 326)], id="present-and-new"),
     ],
 )
 def test_doubt_goes_as_far_as_the_marks_say(
@@ -60,7 +60,7 @@ def test_block_that_is_missing_again_was_present_only_then() -> None:
     found = doubts(100, 300, 200, present=(250,))
     found.found(EngineHash(1250), missing=True)
 
-    assert found.ranges() == [range(34, 367)]
+    assert found.ranges() == [range(84, 317)]
 
 
 def test_only_so_many_marks_count() -> None:
@@ -68,7 +68,7 @@ def test_only_so_many_marks_count() -> None:
     found = doubts(*range(0, 10 * (MOST_MARKS + 5), 10))
     first = min(found.ranges(), key=lambda each: each.start)
 
-    assert first.start == 50 - 10
+    assert first.start == 50 - 10 // 4
 
 
 def test_marks_are_kept_where_blocks_are_told_anew() -> None:
@@ -109,9 +109,9 @@ def test_untold_reset_is_found_out_in_any_order(seed: int) -> None:
             found.found(EngineHash(1000 + place), missing=True)
     (doubted,) = found.ranges()
 
-    assert wrong <= 6
-    assert doubted.start == 0
-    assert 490 <= doubted.stop <= 700
+    assert wrong <= 8
+    assert doubted.start <= 20
+    assert 480 <= doubted.stop <= 700
 
 
 def sets(limit: int) -> st.SearchStrategy[set[int]]:

@@ -184,7 +184,9 @@ async def test_untold_reset_of_many_prompts_is_found_out_by_a_few(
 
         credited = [await kvlb.overlap(each) for each in ghosts[MOST_REQUESTS:]]
         assert sum(map(bool, credited)) <= len(credited) // 10
-        assert await true_blocks(kvlb) >= 500
+        assert (
+            await true_blocks(kvlb) >= 500
+        )  # in order of storing more are doubted than in any other
         assert await kvlb.metric("kvlb_rank_doubted_blocks", instance="m0") >= 400
 
         for each in kvlb.true_prompts:

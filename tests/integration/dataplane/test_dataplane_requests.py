@@ -306,6 +306,7 @@ async def test_body_over_the_limit_is_413(
                 "x-kvlb-reason",
                 "x-kvlb-overlap-tokens",
                 "x-kvlb-trust",
+                "x-kvlb-trust-reason",
             },
         ),
         ("id", set()),
