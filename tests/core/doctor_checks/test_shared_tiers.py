@@ -112,3 +112,13 @@ def test_old_sha256_is_told_of_its_seed(
     (finding,) = fleet_checks.hash_seed_differs(fleet(one, other))
 
     assert "sha256 up to vLLM 0.28" in finding.change
+
+
+def test_rank_that_has_stored_nothing_says_nothing(
+    engine: MakeEngine, second: MakeEngine, fleet: MakeFleet
+) -> None:
+    """Of a sharing engine that nobody has asked yet there is no hash to compare."""
+    tier = {"offload": "kv_offloading_size=4.0"}
+    silent = engine(**{**hashed(1, **tier), "stream": {"first_hash": None}})
+
+    assert list(fleet_checks.hash_seed_differs(fleet(silent, second(**hashed(2, **tier))))) == []
