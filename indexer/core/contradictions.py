@@ -14,10 +14,10 @@ Rules:
 4. A hash may be held several times, and several hashes may mean one key: copies are weighed per
    hash and tier, as they are counted.
 5. Predicted too little: if the block was doubted, it is there after all. If it was told to the index
-   since, or has left since, events have told it. If the tables hold it and had told it before, the index isn't what was written to it; if they
-   don't hold it, the engine has blocks that were never told of. Where the index reads the tables it
-   can't differ, and nothing is told to it; of several groups another may have ended the match. There
-   a block that is held was stored since.
+   since, or has left since, events have told it. If the tables hold it and had told it before, the
+   index isn't what was written to it; if they don't hold it, the engine has blocks that were never
+   told of. Where the index reads the tables it can't differ, and nothing is told to it; of several
+   groups another may have ended the match. There a block that is held was stored since.
 6. Nothing is pruned on a guess: not if the batches since then are not all remembered, nor if the
    block was not announced anew (then the stream has not come that far), nor in a rank with several
    KV-cache groups, where a window may have ended the hit.

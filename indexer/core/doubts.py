@@ -8,9 +8,9 @@ Rules:
 
 1. `ENOUGH` missing ones raise a doubt. Fewer may have been evicted each for itself.
 2. What lies between two neighbouring marks is doubted if both say missing. Beside them it is doubted
-   a quarter as far as the missing ones lie apart: found in any order, few lie beyond. (Of 100 prompts of
-   ten blocks, half of them gone, 20 asked for at random: 3 in 80 ghosts are left, and 5 in 100 true ones
-   doubted; as far as they lie apart, 1 and 19; nothing beside, 8 and 1.)
+   a quarter as far as the missing ones lie apart: found in any order, few lie beyond. (Of 200 prompts of
+   ten blocks, half of them gone, 20 of those asked for at random: 3 in 80 ghosts are left, and 5 in 100
+   true ones doubted, in the mean; as far as they lie apart, 1 and 19; nothing beside, 8 and 1.)
 3. Where each new one lies right beyond what was doubted, as in traffic that comes back in the order in
    which it was stored, they don't say how far it goes on: from the third on it is doubted as far as they
    lie apart, and four times as far with each further one.
@@ -49,9 +49,13 @@ class Doubts:
 
     def found(self, engine_hash: EngineHash, *, missing: bool) -> None:
         """A leg has shown that the engine lacks a block, or has it. One that is new marks nothing."""
-        marks = self._missing if missing else self._present
+        marks, others = self._missing, self._present
+        if not missing:
+            marks, others = others, marks
         if engine_hash in marks:
             return
+        if engine_hash in others:
+            others.remove(engine_hash)  # the newest word counts
         marks.append(engine_hash)
         self._place(engine_hash, missing=missing)
         if len(marks) > MOST_MARKS:

@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 from hypothesis import example, given
@@ -63,6 +64,15 @@ def test_block_that_is_missing_again_was_present_only_then() -> None:
     assert found.ranges() == [range(84, 317)]
 
 
+def test_newest_word_counts_however_often_it_changes() -> None:
+    """Missing, there, and missing again."""
+    found = doubts(100, 300, 200, present=(200,))
+    found.found(EngineHash(1200), missing=True)
+
+    assert found.ranges() == doubts(100, 300, 200).ranges()
+    assert found.told_anew(ORDER, 1.0, lambda _: True).ranges() == found.ranges()
+
+
 def test_only_so_many_marks_count() -> None:
     """The oldest go, of each kind."""
     found = doubts(*range(0, 10 * (MOST_MARKS + 5), 10))
@@ -104,7 +114,7 @@ def test_untold_reset_is_found_out_in_any_order(seed: int) -> None:
         random.Random(seed).shuffle(places)  # noqa: S311 - the same each time
     found, wrong = doubts(), 0
     for place in places:
-        if not any(place in each for each in found.ranges()):
+        if not is_in(place, found.ranges()):
             wrong += 1
             found.found(EngineHash(1000 + place), missing=True)
     (doubted,) = found.ranges()
@@ -112,6 +122,29 @@ def test_untold_reset_is_found_out_in_any_order(seed: int) -> None:
     assert wrong <= 8
     assert doubted.start <= 20
     assert 480 <= doubted.stop <= 700
+
+
+def test_twenty_requests_find_out_nearly_all_and_doubt_few_that_are_true() -> None:
+    """The figures of rule 2: 100 prompts of ten blocks are gone, 100 newer ones aren't."""
+    order = [EngineHash(1000 + place) for place in range(2000)]
+    left, doubted = [], []
+    for seed in range(60):
+        places = list(range(0, 1000, 10))
+        random.Random(seed).shuffle(places)  # noqa: S311 - the same each time
+        found = doubts(order=order)
+        for place in places[:20]:
+            if not is_in(place, found.ranges()):
+                found.found(EngineHash(1000 + place), missing=True)
+        ranges = found.ranges()
+        left.append(sum(not is_in(place, ranges) for place in places[20:]))
+        doubted.append(sum(is_in(place, ranges) for place in range(1000, 2000, 10)))
+
+    assert fmean(left) < 5
+    assert fmean(doubted) < 7
+
+
+def is_in(place: int, ranges: list[range]) -> bool:
+    return any(place in each for each in ranges)
 
 
 def sets(limit: int) -> st.SearchStrategy[set[int]]:
